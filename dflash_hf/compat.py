@@ -1,0 +1,10 @@
+"""Every difference between the supported versions of transformers, each with its reason."""
+
+import transformers
+from packaging.version import Version
+
+
+VERSION = Version(transformers.__version__)
+
+# 5.24 renamed the cache argument of model forwards and its field in outputs.
+CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"

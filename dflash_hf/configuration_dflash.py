@@ -1,0 +1,214 @@
+"""`DFlashConfig`: what a drafter is, in the flat fields that the native loop of transformers reads too."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """
+    Spread `num_taps` decoder layers evenly between layer 1 and the third layer from the end.
+
+    This is the default of the published recipe; the last layers are left out because the final one is ambiguous (its
+    entry in `hidden_states` is taken after the final norm).
+    """
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    if len(set(ids)) < num_taps or ids[0] < 0:
+        raise ValueError(
+            f"num_taps={num_taps}: a target of {num_target_layers} layers has not that many layers to tap. "
+            "Ask for fewer taps or pass target_layer_ids."
+        )
+    return ids
+
+
+@strict
+class DFlashConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DFlashDraftModel`].
+
+    The geometry fields (`hidden_size` to `rope_parameters`) mean what they mean in Qwen3 and describe the *drafter*;
+    `hidden_size` equals the target's, because the drafter works on the target's embeddings.
+
+    Args:
+        block_size (`int`):
+            Slots of a block, K: the anchor and K - 1 masks. One draft forward proposes K - 1 tokens.
+        mask_token_id (`int`):
+            Row of the target's embedding that stands for "not known yet". It must be a row that text never uses.
+        target_layer_ids (`list[int]`):
+            Zero-based decoder layers of the target whose *outputs* condition the drafter, in the order in which they
+            are concatenated. Layer `i` is `hidden_states[i + 1]` of the target.
+        num_target_layers (`int`, *optional*):
+            Number of decoder layers of the target, for checking the pair.
+        qk_norm (`bool`, *optional*, defaults to `True`):
+            RMSNorm on each head of queries and keys, as in Qwen3. Drafters whose layers start as copies of layers of
+            a Llama-type target have none.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each drafter layer; all full by default.
+        sliding_window (`int`, *optional*):
+            Keys that a query of a sliding layer sees on each side, itself included.
+        causal_layers (`list[bool]`, *optional*):
+            Whether the slots of a block see only the slots before them, for each layer. Default: as the published
+            drafters were trained, sliding layers are causal inside the block and full layers are not.
+        draft_vocab_size (`int`, *optional*):
+            Size of the shortlist of target tokens that the drafter proposes from. The ids are the buffer
+            `draft_token_ids` of the model. `None`: the whole vocabulary.
+        target_name (`str`, *optional*):
+            Name of the target that the drafter was trained for, as a user would load it.
+
+    Raises:
+        `ValueError`: when fields contradict each other; the message names the field, its value and the rule.
+    """
+
+    model_type = "dflash"
+    default_theta = 10000.0
+
+    vocab_size: int = 151936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    block_size: int = 16
+    mask_token_id: int = 0
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    qk_norm: bool = True
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    causal_layers: list[bool] | None = None
+    draft_vocab_size: int | None = None
+    target_name: str | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.causal_layers is None:
+            self.causal_layers = [kind == "sliding_attention" for kind in self.layer_types]
+        if self.target_layer_ids is None:
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers or 36, 5)
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `ValueError` for fields that no drafter can have."""
+        rules = [
+            ("block_size", self.block_size >= 2, "a block holds the anchor and at least one mask, so at least 2"),
+            ("mask_token_id", self.mask_token_id >= 0, "a row of the target's embedding, so at least 0"),
+            ("num_hidden_layers", self.num_hidden_layers >= 1, "at least one drafter layer"),
+            ("target_layer_ids", len(self.target_layer_ids) >= 1, "at least one target layer to tap"),
+            (
+                "target_layer_ids",
+                all(i >= 0 for i in self.target_layer_ids)
+                and len(set(self.target_layer_ids)) == len(self.target_layer_ids),
+                "zero-based layer ids, each once",
+            ),
+            (
+                "target_layer_ids",
+                self.num_target_layers is None or max(self.target_layer_ids) < self.num_target_layers,
+                f"layers of a target of {self.num_target_layers} layers",
+            ),
+            ("layer_types", len(self.layer_types) == self.num_hidden_layers, "one entry for each drafter layer"),
+            ("layer_types", set(self.layer_types) <= set(LAYER_TYPES), f"entries among {LAYER_TYPES}"),
+            ("causal_layers", len(self.causal_layers) == self.num_hidden_layers, "one entry for each drafter layer"),
+            (
+                "sliding_window",
+                "sliding_attention" not in self.layer_types or (self.sliding_window or 0) >= 1,
+                "a positive window, since layer_types has sliding layers",
+            ),
+            (
+                "num_key_value_heads",
+                self.num_key_value_heads >= 1 and self.num_attention_heads % self.num_key_value_heads == 0,
+                f"a divisor of num_attention_heads={self.num_attention_heads}",
+            ),
+            (
+                "draft_vocab_size",
+                self.draft_vocab_size is None or 1 <= self.draft_vocab_size <= self.vocab_size,
+                f"between 1 and vocab_size={self.vocab_size}",
+            ),
+        ]
+        for field, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"DFlashConfig: {field}={getattr(self, field)!r}; the rule: {rule}.")
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that one draft forward proposes (γ): every slot but the anchor's."""
+        return self.block_size - 1
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: PreTrainedConfig,
+        *,
+        mask_token_id: int,
+        num_hidden_layers: int = 5,
+        block_size: int = 16,
+        num_taps: int = 5,
+        **fields,
+    ) -> "DFlashConfig":
+        """
+        Configuration of a fresh drafter with the geometry of its target's layers.
+
+        Args:
+            target_config (`PreTrainedConfig`):
+                The target's configuration; of a multimodal target, the text part is used.
+            mask_token_id (`int`):
+                A row of the target's embedding that text never uses.
+            num_hidden_layers (`int`, *optional*, defaults to 5), block_size (`int`, *optional*, defaults to 16):
+                Size of the drafter.
+            num_taps (`int`, *optional*, defaults to 5):
+                Number of target layers to tap, spread by [`default_target_layer_ids`] unless `target_layer_ids` is
+                given.
+            fields:
+                Any other field of [`DFlashConfig`].
+
+        Raises:
+            `ValueError`: when the target has too few layers for `num_taps`, or a field is invalid.
+        """
+        text = target_config.get_text_config(decoder=True)
+        num_target_layers = text.num_hidden_layers
+        heads = text.num_attention_heads
+        rope = {k: v for k, v in (text.rope_parameters or {}).items() if not isinstance(v, dict)}
+        inherited = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": text.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", cls.rms_norm_eps),
+            "max_position_embeddings": text.max_position_embeddings,
+            # The target's base; its 3-D and partial variants are not the drafter's.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": rope.get("rope_theta", cls.default_theta),
+                **{k: v for k, v in rope.items() if k not in ("mrope_section", "partial_rotary_factor")},
+            },
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+            "num_target_layers": num_target_layers,
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+        }
+        if fields.get("target_layer_ids") is None:
+            fields["target_layer_ids"] = default_target_layer_ids(num_target_layers, num_taps)
+        return cls(**{**inherited, **fields})

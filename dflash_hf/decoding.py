@@ -1,0 +1,320 @@
+"""
+The loop: draft, verify, commit.
+
+At the start of every round the text ends with the anchor, which the target has not seen as input yet; the target's
+cache holds exactly the tokens before it; the drafter's cache and the pending context together cover the same tokens.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import StopStringCriteria
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from . import cache as caches
+from . import compat, verification
+from .metrics import GenerationStatistics, RoundRecord, Stopwatch
+from .modeling_dflash import DFlashDraftModel
+from .outputs import Collector, Processing, Stopping
+from .proposal import ProposalHead
+from .target import Target, concatenate
+
+
+VERIFIERS = ("rejection", "match")
+
+# These keep a memory of what they were shown, and would be shown proposals that are then rejected.
+_REMEMBERING = {
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+}
+
+
+@dataclass
+class DecodeState:
+    """
+    What a call remembers between rounds.
+
+    Args:
+        text (`torch.LongTensor` of shape `(1, n)`): all tokens so far; the last is the anchor.
+        target_cache, draft_cache (`Cache`): committed tokens before the anchor.
+        mask (`torch.LongTensor` of shape `(1, committed_pos)`, *optional*): 0 for padding; `None` without padding.
+        committed_pos (`int`): index of the anchor; both caches belong to the tokens before it.
+        anchor_position (`torch.LongTensor` of shape `(1, 1)`): what `position_ids` says of the anchor.
+        context (`torch.Tensor` of shape `(1, new, M * H)`): tapped hidden states that the drafter has not seen.
+        context_positions (`torch.LongTensor` of shape `(1, new)`): their positions.
+        finished (`bool`): the text has ended.
+    """
+
+    text: torch.Tensor
+    target_cache: Cache
+    draft_cache: Cache
+    mask: torch.Tensor | None = None
+    committed_pos: int = 0
+    anchor_position: torch.Tensor | None = None
+    context: torch.Tensor | None = None
+    context_positions: torch.Tensor | None = None
+    finished: bool = False
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
+
+    def roll_back(self) -> None:
+        """Forget everything that is not committed."""
+        caches.crop_to(self.target_cache, self.committed_pos)
+        covered = self.context.shape[1] if self.context is not None else 0
+        caches.crop_to(self.draft_cache, self.committed_pos - covered)
+
+
+class Decoding:
+    """One call: the pair, the caller's options, and the state they work on."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: DFlashDraftModel,
+        state: DecodeState,
+        *,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        verifier: str,
+        num_assistant_tokens: int | None,
+        streamer: BaseStreamer | None,
+    ):
+        self.target, self.drafter, self.state = target, drafter, state
+        self.head = ProposalHead(drafter, target)
+        self.processing = Processing(processors)
+        self.stopping = Stopping(criteria)
+        self.collector = Collector(config)
+        self.streamer = streamer
+        self.sampling = config.do_sample
+        self.rejecting = self.sampling and verifier == "rejection"
+        caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap is not None]
+        self.max_proposals = min([drafter.config.num_proposals, *caps])
+        self.max_length = self.stopping.max_length
+        self.block = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=state.text.device)
+        self.watch = Stopwatch(target.device)
+
+    def prefill(self, taps: dict[int, torch.Tensor], model_kwargs: dict) -> None:
+        """Run the prompt; its last row gives the first anchor."""
+        state, model = self.state, self.target.model
+        positions = model_kwargs.get("position_ids")
+        inputs = model.prepare_inputs_for_generation(state.text, is_first_iteration=True, **model_kwargs)
+        outputs = model(**inputs, return_dict=True)
+        logits = outputs.logits[:, -1:].to(state.text.device, torch.float32, copy=True)  # [1, 1, V]
+        caches.start_recording(state.target_cache)
+        state.committed_pos = caches.length_of(state.target_cache)
+        if positions is None:
+            positions = torch.arange(state.committed_pos, device=state.text.device).unsqueeze(0)
+        state.anchor_position = positions[:, -1:] + 1
+        scores = self.processing(state.text, logits, state.text[:, :0])
+        new = self._choose(scores)[0].tolist()
+        self._extend(new, scores, logits)
+        state.context = concatenate(taps, self.drafter.config.target_layer_ids)
+        state.context_positions = positions
+        state.statistics = GenerationStatistics(state.committed_pos, self.watch.lap())
+
+    def round(self, taps: dict[int, torch.Tensor]) -> None:
+        """Draft, verify, commit. If it fails half-way, the caches are as before it."""
+        state = self.state
+        width = min(self.max_proposals, self.max_length - state.text.shape[1] - 1)
+        try:
+            proposals, q = self.draft(width)
+            draft_seconds = self.watch.lap()
+            logits = self.verify(proposals)
+            verify_seconds = self.watch.lap()
+            scores = self.processing(state.text, logits, proposals)
+            verdict = self._judge(scores, q, proposals)
+            # The one point of a round where the device has to be waited for.
+            accepted, *tokens = torch.cat([verdict.accepted, proposals[0], verdict.token]).tolist()
+            new = tokens[:accepted] + tokens[-1:]
+            committed = self._extend(new, scores, logits)
+        except BaseException:
+            state.roll_back()
+            raise
+        self.commit(committed, taps)
+        state.statistics.rounds.append(
+            RoundRecord(width, accepted, committed, draft_seconds, verify_seconds, self.watch.lap())
+        )
+
+    def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Propose the next `width` tokens.
+
+        Returns:
+            `(proposals, q)`: ids `(1, width)`, and for rejection the law they were drawn from, `(1, width, V)`.
+        """
+        state = self.state
+        if width == 0:
+            return state.text[:, :0], state.text.new_zeros((1, 0, self.target.num_logits), dtype=torch.float32)
+        self.block[:, 0] = state.text[:, -1]
+        slots = torch.arange(self.block.shape[1], device=state.text.device)
+        positions = torch.cat([state.context_positions, state.anchor_position + slots], dim=1)
+        mask = state.mask
+        if mask is not None:
+            mask = torch.cat([mask, torch.ones_like(self.block)], dim=1).to(self.drafter.device)
+        hidden = self.drafter(
+            noise_embeds=self.target.embed(self.block).to(self.drafter.device, self.drafter.dtype),
+            context_hidden_states=state.context.to(self.drafter.device, self.drafter.dtype),
+            position_ids=positions.to(self.drafter.device),
+            attention_mask=mask,
+            **{compat.CACHE: state.draft_cache},
+        ).last_hidden_state  # [1, K, H]
+        caches.crop_to(state.draft_cache, state.committed_pos)
+        state.context = None
+
+        logits = self.head.logits(hidden[:, 1 : 1 + width])  # [1, width, shortlist or V]
+        if not self.rejecting and not self.processing:
+            return self.head.greedy(logits).to(state.text.device), None
+        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(state.text.device)
+        if not self.rejecting:
+            return self.processing.walk(state.text, logits, lambda scores: scores.argmax(-1))[0], None
+        proposals, scores = self.processing.walk(state.text, logits, lambda s: verification.draw(s.softmax(-1)))
+        return proposals, scores.softmax(-1)
+
+    def verify(self, proposals: torch.Tensor) -> torch.Tensor:
+        """Logits of the target at the anchor and at each proposal, `(1, width + 1, V)` float32."""
+        state = self.state
+        ids = torch.cat([state.text[:, -1:], proposals], dim=1)
+        inputs = {"input_ids": ids, compat.CACHE: state.target_cache, "use_cache": True, "return_dict": True}
+        if self.target.takes_positions:
+            inputs["position_ids"] = state.anchor_position + torch.arange(ids.shape[1], device=ids.device)
+        if state.mask is not None:
+            inputs["attention_mask"] = torch.cat([state.mask, torch.ones_like(ids)], dim=1)
+        return self.target.model(**inputs).logits.to(state.text.device, torch.float32)
+
+    def commit(self, count: int, taps: dict[int, torch.Tensor]) -> None:
+        """Move both caches and the pending context to the new anchor, `count` tokens on."""
+        state = self.state
+        state.context = concatenate(taps, self.drafter.config.target_layer_ids)[:, :count]
+        state.context_positions = state.anchor_position + torch.arange(count, device=state.text.device)
+        state.anchor_position = state.anchor_position + count
+        state.committed_pos += count
+        if state.mask is not None:
+            state.mask = torch.cat([state.mask, state.mask.new_ones((1, count))], dim=1)
+        caches.crop_to(state.target_cache, state.committed_pos)
+
+    def _extend(self, new: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
+        """Append tokens up to the first that stops the text, stream them, and say how many they were."""
+        state = self.state
+        text = torch.cat([state.text, torch.tensor([new], device=state.text.device)], dim=1)
+        self.collector.add(scores[:, : len(new)], logits[:, : len(new)])
+        stop = self.stopping.first_stop(text, new, self.collector.scores)
+        count = stop or len(new)
+        self.collector.keep(count, of=len(new))
+        state.text = text[:, : text.shape[1] - len(new) + count]
+        state.finished = stop is not None
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(new[:count]))
+        return count
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """The target's own tokens: argmax or a draw."""
+        return verification.draw(scores.softmax(-1)) if self.sampling else scores.argmax(-1)
+
+    def _judge(
+        self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor
+    ) -> verification.Verdict:
+        if self.rejecting:
+            return verification.rejection(scores.softmax(-1), q, proposals)
+        return verification.match(self._choose(scores), proposals)
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: DFlashDraftModel,
+    verifier: str = "rejection",
+    num_assistant_tokens: int | None = None,
+    streamer: BaseStreamer | None = None,
+    tokenizer=None,
+    stop_strings: str | list[str] | None = None,
+    **model_kwargs,
+):
+    """
+    The decoding method that `generate` calls with everything prepared; see [`custom_generate`] for the arguments.
+
+    Raises:
+        `ValueError`: for a pair that does not fit, and for options that are not supported, by name, before any
+            forward.
+    """
+    target = Target(model)
+    target.check_pair(drafter)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
+        stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
+    target_cache = model_kwargs.get(compat.CACHE)
+    _check_request(input_ids, logits_processor, generation_config, target_cache, verifier, num_assistant_tokens)
+    state = DecodeState(
+        text=input_ids,
+        target_cache=target_cache,
+        draft_cache=caches.new_draft_cache(drafter.config),
+        mask=model_kwargs.get("attention_mask"),
+    )
+    decoding = Decoding(
+        target,
+        drafter,
+        state,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        config=generation_config,
+        verifier=verifier,
+        num_assistant_tokens=num_assistant_tokens,
+        streamer=streamer,
+    )
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    try:
+        with target.capture(drafter.config.target_layer_ids) as taps:
+            decoding.prefill(taps, model_kwargs)
+            while not state.finished:
+                decoding.round(taps)
+    finally:
+        caches.stop_recording(target_cache)
+    if streamer is not None:
+        streamer.end()
+    drafter.last_statistics = state.statistics
+    return decoding.collector.result(state.text, target_cache, state.statistics)
+
+
+def _check_request(
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    cache: Cache | None,
+    verifier: str,
+    num_assistant_tokens: int | None,
+) -> None:
+    """Refuse by name what this loop does not do."""
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
+    if num_assistant_tokens is not None and num_assistant_tokens < 1:
+        raise ValueError(f"num_assistant_tokens={num_assistant_tokens}: at least 1; for none, leave the drafter out.")
+    if config.num_beams > 1:
+        raise ValueError(f"num_beams={config.num_beams}: DFlash decodes without beams; leave the drafter out.")
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"batch of {input_ids.shape[0]} rows (num_return_sequences={config.num_return_sequences}): DFlash decodes "
+            "one row at a time yet; call generate for each row."
+        )
+    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size"):
+        if getattr(config, option):
+            raise ValueError(f"{option}={getattr(config, option)}: not supported with a DFlash drafter yet.")
+    for processor in processors:
+        if type(processor) in _REMEMBERING:
+            raise ValueError(f"{_REMEMBERING[type(processor)]}: not supported with a DFlash drafter yet.")
+    caches.check_can_roll_back(cache)
+    if caches.length_of(cache) > 0:
+        raise ValueError(
+            f"{compat.CACHE}: it already holds {caches.length_of(cache)} tokens, whose hidden states the drafter has "
+            "not seen. Pass the whole text without a cache."
+        )

@@ -1,0 +1,153 @@
+"""The way in: `attach` gives a target a `generate` that knows DFlash drafters."""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .decoding import VERIFIERS, decode
+from .modeling_dflash import DFlashDraftModel
+from .target import TapHook, Target
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """The options given to [`attach`], which hold for every later call."""
+
+    verifier: str
+    num_assistant_tokens: int | None
+
+
+def attach(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel | str | os.PathLike,
+    *,
+    verifier: str = "rejection",
+    num_assistant_tokens: int | None = None,
+) -> DFlashDraftModel:
+    """
+    Let `target.generate(..., assistant_model=drafter)` decode with a DFlash drafter.
+
+    Without `assistant_model`, with an ordinary assistant or with an explicit `speculation_type`, `target.generate`
+    stays transformers' own. The target gets an instance attribute `generate` and a hook on each tapped layer, and so
+    refers to itself: [`detach`] undoes both. The token ids in the drafter's configuration become the target's, because
+    pipelines compare them.
+
+    Args:
+        target (`PreTrainedModel`):
+            A causal language model.
+        drafter (`DFlashDraftModel`, `str` or `os.PathLike`):
+            A drafter, or the folder or Hub repository to load it from, in the target's dtype. It is moved to the
+            device of the target's head unless it is dispatched already.
+        verifier (`str`, *optional*, defaults to `"rejection"`):
+            How sampled proposals are verified; both have exactly the target's law. `"rejection"` draws proposals from
+            the drafter and accepts by the ratio of probabilities; `"match"` proposes the likeliest tokens and accepts
+            what the target draws too. Greedy decoding needs neither.
+        num_assistant_tokens (`int`, *optional*):
+            Verify at most so many proposals a round.
+
+    Returns:
+        [`DFlashDraftModel`]: the drafter.
+
+    Raises:
+        `ValueError`: when the drafter does not fit the target; the message names field, values and remedy.
+
+    Example:
+
+    ```python
+    >>> drafter = dflash_hf.attach(target, "z-lab/Qwen3-8B-DFlash-b16")
+    >>> target.generate(**inputs, assistant_model=drafter, max_new_tokens=512)
+    ```
+    """
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
+    if not isinstance(drafter, DFlashDraftModel):
+        drafter = DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype)
+    adapter = Target(target)
+    adapter.check_pair(drafter)
+    if getattr(drafter, "hf_device_map", None) is None and drafter.device != adapter.device:
+        logger.warning("The drafter moves from %s to %s, where the target's head is.", drafter.device, adapter.device)
+        drafter.to(adapter.device)
+    drafter.eval()
+    text = target.config.get_text_config(decoder=True)
+    for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(drafter.config, name, getattr(text, name))
+    adapter.install_hooks(drafter.config.target_layer_ids)
+    target.generate = functools.partial(_generate, target, Attachment(verifier, num_assistant_tokens))
+    return drafter
+
+
+def detach(target: PreTrainedModel) -> None:
+    """Undo [`attach`]: `target.generate` is the class's again and the hooks are gone. Without attachment, nothing."""
+    vars(target).pop("generate", None)
+    for layer in Target(target).layers:
+        for key, hook in list(layer._forward_hooks.items()):
+            if isinstance(hook, TapHook):
+                del layer._forward_hooks[key]
+
+
+def custom_generate(
+    drafter: DFlashDraftModel,
+    *,
+    verifier: str = "rejection",
+    num_assistant_tokens: int | None = None,
+    streamer=None,
+    tokenizer=None,
+) -> Callable:
+    """
+    A decoding method for `target.generate(..., custom_generate=...)`: nothing is attached.
+
+    Args:
+        drafter (`DFlashDraftModel`):
+            The drafter.
+        verifier, num_assistant_tokens:
+            As for [`attach`].
+        streamer (`BaseStreamer`, *optional*):
+            Gets the prompt and then the tokens of each round. `generate` does not hand its own `streamer` on.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Needed for `stop_strings`; `generate` does not hand its own on either.
+
+    Example:
+
+    ```python
+    >>> target.generate(**inputs, custom_generate=dflash_hf.custom_generate(drafter), max_new_tokens=512)
+    ```
+    """
+    return functools.partial(
+        decode,
+        drafter=drafter,
+        verifier=verifier,
+        num_assistant_tokens=num_assistant_tokens,
+        streamer=streamer,
+        tokenizer=tokenizer,
+    )
+
+
+def _generate(target: PreTrainedModel, attachment: Attachment, *args, **kwargs):
+    """`generate` of an attached target."""
+    generate = type(target).generate
+    arguments = inspect.signature(generate).bind(target, *args, **kwargs).arguments
+    options = arguments.pop("kwargs", {})
+    drafter = arguments.get("assistant_model")
+    if not isinstance(drafter, DFlashDraftModel) or options.get("speculation_type") is not None:
+        return generate(target, *args, **kwargs)
+    del arguments["self"], arguments["assistant_model"]
+    method = custom_generate(
+        drafter,
+        verifier=attachment.verifier,
+        num_assistant_tokens=attachment.num_assistant_tokens,
+        streamer=arguments.pop("streamer", None),
+        tokenizer=options.pop("tokenizer", None),
+    )
+    config = arguments.get("generation_config") or target.generation_config
+    if config.stop_strings is not None and "stop_strings" not in options:
+        # `generate` would look for a tokenizer that it does not hand on; `decode` takes the strings itself.
+        options["stop_strings"] = config.stop_strings
+    return generate(target, **arguments, **options, custom_generate=method)

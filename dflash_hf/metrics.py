@@ -1,0 +1,111 @@
+"""What a generate call did, in numbers: rounds, acceptance, times."""
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+class RoundRecord(NamedTuple):
+    """
+    One round: draft, verify, commit.
+
+    Fields:
+        proposed (`int`): proposals that the target verified; 0 for a plain step.
+        accepted (`int`): proposals in the longest valid prefix.
+        committed (`int`): tokens added to the text, the target's own included; fewer than `accepted + 1` when the
+            text ended inside the block.
+        draft_seconds, verify_seconds, commit_seconds (`float`): embedding, features, drafter and head; target
+            forward; everything else.
+    """
+
+    proposed: int
+    accepted: int
+    committed: int
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+@dataclass
+class GenerationStatistics:
+    """
+    The numbers of one call.
+
+    Args:
+        prompt_tokens (`int`), prefill_seconds (`float`): the prompt's forward, which gives the first new token.
+        rounds (`list[RoundRecord]`): one for each target forward after it. Rounds cut short by the end of the text
+            count like the others.
+    """
+
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    rounds: list[RoundRecord] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated, the first included."""
+        return 1 + self.committed
+
+    @property
+    def committed(self) -> int:
+        """Tokens committed by the rounds."""
+        return sum(r.committed for r in self.rounds)
+
+    @property
+    def target_forwards(self) -> int:
+        """Forwards of the target, the prompt's included; plain decoding needs `new_tokens`."""
+        return 1 + len(self.rounds)
+
+    @property
+    def tau(self) -> float:
+        """τ: committed tokens per target verification, bonus included; 1.0 when there was no round."""
+        return self.committed / len(self.rounds) if self.rounds else 1.0
+
+    def survival(self, k: int) -> float:
+        """Share of the rounds with at least `k` proposals that accepted at least `k` of them."""
+        eligible = [r for r in self.rounds if r.proposed >= k]
+        return sum(r.accepted >= k for r in eligible) / len(eligible) if eligible else 0.0
+
+    def conditional(self, k: int) -> float:
+        """Acceptance of proposal `k` among the rounds that accepted the `k - 1` before it."""
+        eligible = [r for r in self.rounds if r.proposed >= k and r.accepted >= k - 1]
+        return sum(r.accepted >= k for r in eligible) / len(eligible) if eligible else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of all rounds; the prompt's forward is not in it."""
+        return sum(r.draft_seconds + r.verify_seconds + r.commit_seconds for r in self.rounds)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the rounds' time that is neither draft nor verification."""
+        return sum(r.commit_seconds for r in self.rounds) / self.decode_seconds if self.decode_seconds else 0.0
+
+    def __add__(self, other: "GenerationStatistics") -> "GenerationStatistics":
+        """Numbers of several calls together; note that each call has a first token outside the rounds."""
+        return GenerationStatistics(
+            self.prompt_tokens + other.prompt_tokens,
+            self.prefill_seconds + other.prefill_seconds,
+            self.rounds + other.rounds,
+        )
+
+
+class Stopwatch:
+    """Seconds between marks. On an accelerator a mark waits for the work queued before it."""
+
+    def __init__(self, device: torch.device):
+        self.synchronise = device.type != "cpu"
+        self.last = self._now()
+
+    def _now(self) -> float:
+        if self.synchronise:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last mark, which this sets anew."""
+        now = self._now()
+        seconds, self.last = now - self.last, now
+        return seconds

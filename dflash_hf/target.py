@@ -1,0 +1,163 @@
+"""The target as the drafter sees it: where its embedding, layers and head are, and how its hidden states are tapped."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .modeling_dflash import DFlashDraftModel
+
+
+# Where the hooks of the running call put what they see. A context variable, so that hooks hold no state of their own:
+# they can be copied and pickled with the target, and calls in different threads do not mix.
+_taps: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dflash_hf_taps", default=None)
+
+
+class TapHook:
+    """Forward hook of one decoder layer: hands the layer's output to the call that listens, if one does."""
+
+    def __init__(self, layer_id: int):
+        self.layer_id = layer_id
+
+    def __call__(self, module: nn.Module, args: tuple, output) -> None:
+        taps = _taps.get()
+        if taps is not None:
+            taps[self.layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+
+
+class Target:
+    """
+    A causal language model as a target.
+
+    Attributes:
+        model (`PreTrainedModel`): the model itself.
+        decoder (`nn.Module`): the part that returns hidden states, with `layers`.
+        num_layers, hidden_size, vocab_size (`int`): of the text part; `vocab_size` counts the embedding's rows.
+        num_logits (`int`): width of the model's logits.
+        device (`torch.device`): where the head is, and where the drafter is best placed.
+        takes_positions (`bool`): whether the model's forward has `position_ids`.
+
+    Raises:
+        `TypeError`: when the model has no decoder layers, embedding or head where transformers keeps them.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.decoder = model.get_decoder()
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
+        layers = getattr(self.decoder, "layers", None)
+        for part, name in ((layers, "decoder.layers"), (self.embedding, "input"), (self.head, "output embeddings")):
+            if part is None:
+                raise TypeError(
+                    f"{type(model).__name__} is no decoder-only language model: it has no {name}. "
+                    "DFlash needs a model with a decoder, an embedding and a head."
+                )
+        self.layers = layers
+        text = model.config.get_text_config(decoder=True)
+        self.num_layers = len(layers)
+        self.hidden_size = text.hidden_size
+        self.vocab_size = self.embedding.weight.shape[0]
+        self.num_logits = text.vocab_size
+        self.device = self.head.weight.device
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of `ids` `(B, n)` as the drafter was trained on them: the target's own, `(B, n, H)`."""
+        return self.embedding(ids)
+
+    @contextmanager
+    def capture(self, layer_ids: list[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """
+        Collect the outputs of the decoder layers `layer_ids` while the context is open.
+
+        Yields:
+            `dict[int, torch.Tensor]`: layer id to hidden state `(B, n, H)` of the latest forward. [`concatenate`]
+            turns it into the drafter's input.
+        """
+        taps: dict[int, torch.Tensor] = {}
+        handles = [self._hook(i) for i in layer_ids if not self._has_hook(i)]
+        token = _taps.set(taps)
+        try:
+            yield taps
+        finally:
+            _taps.reset(token)
+            for handle in handles:
+                handle.remove()
+
+    def install_hooks(self, layer_ids: list[int]) -> list:
+        """
+        Put the hooks of `layer_ids` in place for good and return their handles.
+
+        A hook that comes after the first compiled forward does not fire; one that was there before does.
+        """
+        return [self._hook(i) for i in layer_ids if not self._has_hook(i)]
+
+    def _hook(self, layer_id: int):
+        return self.layers[layer_id].register_forward_hook(TapHook(layer_id))
+
+    def _has_hook(self, layer_id: int) -> bool:
+        return any(isinstance(hook, TapHook) for hook in self.layers[layer_id]._forward_hooks.values())
+
+    def check_pair(self, drafter: DFlashDraftModel) -> None:
+        """
+        Raise `ValueError` when `drafter` cannot work with this target; the message names field, values and remedy.
+
+        Different vocabulary sizes are no error: the drafter uses the target's embedding and head.
+        """
+        config = drafter.config
+        rules = [
+            (
+                config.hidden_size == self.hidden_size,
+                f"hidden_size: the drafter has {config.hidden_size}, the target {self.hidden_size}",
+                "they must be equal, because the drafter works on the target's embeddings",
+            ),
+            (
+                max(config.target_layer_ids) < self.num_layers,
+                f"target_layer_ids: the drafter taps layer {max(config.target_layer_ids)}, "
+                f"the target has layers 0 to {self.num_layers - 1}",
+                "every tapped layer must exist",
+            ),
+            (
+                config.num_target_layers in (None, self.num_layers),
+                f"num_target_layers: the drafter expects {config.num_target_layers}, the target has {self.num_layers}",
+                "the drafter was trained for a target of another depth",
+            ),
+            (
+                config.mask_token_id < self.vocab_size,
+                f"mask_token_id: {config.mask_token_id}, but the target's embedding has {self.vocab_size} rows",
+                "the mask must be a row of the embedding",
+            ),
+            (
+                drafter.draft_token_ids is None or int(drafter.draft_token_ids.max()) < self.vocab_size,
+                f"draft_token_ids: the drafter proposes ids beyond the target's {self.vocab_size} rows",
+                "every proposed token must exist",
+            ),
+        ]
+        for holds, found, rule in rules:
+            if not holds:
+                raise ValueError(
+                    f"This drafter is not for this target. {found}: {rule}. "
+                    "Load the drafter that was trained for this target."
+                )
+
+
+def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Tensor:
+    """
+    The tapped hidden states in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
+
+    Raises:
+        `RuntimeError`: when a hook did not fire.
+    """
+    missing = [i for i in layer_ids if i not in taps]
+    if missing:
+        raise RuntimeError(
+            f"The forward of the target passed by the hooks of layers {missing}. If the target is compiled, attach "
+            "the drafter before the first forward."
+        )
+    device = taps[layer_ids[0]].device
+    return torch.cat([taps[i].to(device) for i in layer_ids], dim=-1)
