@@ -42,9 +42,13 @@ def start_recording(cache: Cache) -> None:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Give the cache back as transformers keeps it: sliding layers hold no more than their window."""
+    """
+    Give the cache back as transformers keeps it: sliding layers hold no more than their window.
+
+    Recording has not started when the prompt's forward failed.
+    """
     for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past:
             layer.crop(0)
             layer.record_past = False
 
@@ -53,10 +57,12 @@ def crop_to(cache: Cache, length: int) -> None:
     """
     Forget everything after the first `length` tokens.
 
-    Layer by layer, because a forward that failed half-way has added to some layers only.
+    Layer by layer, because a forward that failed half-way has added to some layers only; a layer that never saw a
+    token has nothing to forget.
     """
     for layer in cache.layers:
-        layer.crop(min(0, length - layer.get_seq_length()))
+        if layer.is_initialized:
+            layer.crop(min(0, length - layer.get_seq_length()))
 
 
 def length_of(cache: Cache) -> int:

@@ -2,6 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -112,6 +113,7 @@ class DFlashConfig(PreTrainedConfig):
             ("block_size", self.block_size >= 2, "a block holds the anchor and at least one mask, so at least 2"),
             ("mask_token_id", self.mask_token_id >= 0, "a row of the target's embedding, so at least 0"),
             ("num_hidden_layers", self.num_hidden_layers >= 1, "at least one drafter layer"),
+            ("hidden_act", self.hidden_act in ACT2FN, "an activation that transformers has"),
             ("target_layer_ids", len(self.target_layer_ids) >= 1, "at least one target layer to tap"),
             (
                 "target_layer_ids",

@@ -189,8 +189,12 @@ class Decoding:
     def commit(self, count: int, taps: dict[int, torch.Tensor]) -> None:
         """Move both caches and the pending context to the new anchor, `count` tokens on."""
         state = self.state
-        state.context = concatenate(taps, self.drafter.config.target_layer_ids)[:, :count]
-        state.context_positions = state.anchor_position + torch.arange(count, device=state.text.device)
+        context = concatenate(taps, self.drafter.config.target_layer_ids)[:, :count]
+        positions = state.anchor_position + torch.arange(count, device=state.text.device)
+        if state.context is not None:  # nothing was drafted, so the drafter has not seen the earlier context either
+            context = torch.cat([state.context, context], dim=1)
+            positions = torch.cat([state.context_positions, positions], dim=1)
+        state.context, state.context_positions = context, positions
         state.anchor_position = state.anchor_position + count
         state.committed_pos += count
         if state.mask is not None:
@@ -215,9 +219,7 @@ class Decoding:
         """The target's own tokens: argmax or a draw."""
         return verification.draw(scores.softmax(-1)) if self.sampling else scores.argmax(-1)
 
-    def _judge(
-        self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor
-    ) -> verification.Verdict:
+    def _judge(self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor) -> verification.Verdict:
         if self.rejecting:
             return verification.rejection(scores.softmax(-1), q, proposals)
         return verification.match(self._choose(scores), proposals)

@@ -136,18 +136,25 @@ def _generate(target: PreTrainedModel, attachment: Attachment, *args, **kwargs):
     arguments = inspect.signature(generate).bind(target, *args, **kwargs).arguments
     options = arguments.pop("kwargs", {})
     drafter = arguments.get("assistant_model")
-    if not isinstance(drafter, DFlashDraftModel) or options.get("speculation_type") is not None:
+    other_method = options.get("speculation_type") or arguments.get("custom_generate")
+    if not isinstance(drafter, DFlashDraftModel) or other_method is not None:
         return generate(target, *args, **kwargs)
     del arguments["self"], arguments["assistant_model"]
-    method = custom_generate(
+    decoding = custom_generate(
         drafter,
         verifier=attachment.verifier,
         num_assistant_tokens=attachment.num_assistant_tokens,
         streamer=arguments.pop("streamer", None),
         tokenizer=options.pop("tokenizer", None),
     )
-    config = arguments.get("generation_config") or target.generation_config
-    if config.stop_strings is not None and "stop_strings" not in options:
-        # `generate` would look for a tokenizer that it does not hand on; `decode` takes the strings itself.
-        options["stop_strings"] = config.stop_strings
+    configs = [arguments.get("generation_config") or target.generation_config, target.generation_config]
+    configured = [config.stop_strings for config in configs if config.stop_strings is not None]
+    stop_strings = options.pop("stop_strings", configured[0] if configured else None)
+    if configured:
+        # `generate` would want the tokenizer for them, which it does not hand on to `decode`.
+        options["stop_strings"] = None
+
+    def method(*args, **kwargs):  # has no parameter `stop_strings`, so that the one above reaches the configuration
+        return decoding(*args, stop_strings=stop_strings, **kwargs)
+
     return generate(target, **arguments, **options, custom_generate=method)

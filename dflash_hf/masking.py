@@ -162,9 +162,7 @@ def for_backend(mask: torch.Tensor | None, implementation: str, dtype: torch.dty
         from torch.nn.attention.flex_attention import create_block_mask
 
         batch, queries, keys = mask.shape
-        return create_block_mask(
-            lambda b, h, q, k: mask[b, q, k], batch, None, queries, keys, device=mask.device.type
-        )
+        return create_block_mask(lambda b, h, q, k: mask[b, q, k], batch, None, queries, keys, device=mask.device.type)
     mask = mask.unsqueeze(1)  # [B, 1, Q, KV]
     if implementation == "eager":
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

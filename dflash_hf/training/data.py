@@ -46,13 +46,16 @@ def read_prompts(path: str | Path) -> list[list[dict]]:
     """
     prompts = []
     for number, row in read_jsonl(path):
-        if isinstance(row.get("messages"), list) and row["messages"]:
-            first = next(i for i, m in enumerate(row["messages"]) if m["role"] == "user")
-            prompts.append(row["messages"][: first + 1])
+        messages = row["messages"] if isinstance(row.get("messages"), list) else []
+        first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
+        if first is not None:
+            prompts.append(messages[: first + 1])
         elif row.get("turns") or row.get("prompt"):
             prompts.append([{"role": "user", "content": row["turns"][0] if row.get("turns") else row["prompt"]}])
         else:
-            raise ValueError(f"{path}, line {number}: a prompt row needs `messages`, `turns` or `prompt`.")
+            raise ValueError(
+                f"{path}, line {number}: a prompt row needs `messages` with a user turn, `turns` or `prompt`."
+            )
     return prompts
 
 
@@ -98,7 +101,9 @@ class ConversationDataset(Dataset):
                 f"{path}: no row to train on (skipped: {dict(self.skipped) or 'the file is empty'}). A row needs an "
                 "assistant turn of at least two tokens: the anchor and one to predict for a block of any block_size."
             )
-        logger.info("%s: %d rows, %d supervised tokens, skipped %s", path, len(self), self.num_supervised, self.skipped)
+        logger.info(
+            "%s: %d rows, %d supervised tokens, skipped %s", path, len(self), self.num_supervised, self.skipped
+        )
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -180,8 +180,8 @@ class DFlashTrainer(Trainer):
                 do_sample=False,
             )
             statistics = drafter.last_statistics
-            committed += statistics.num_drafted_committed
-            rounds += statistics.num_rounds
+            committed += statistics.committed
+            rounds += len(statistics.rounds)
         metrics = {f"{metric_key_prefix}_tau": round(committed / max(rounds, 1), 4)}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

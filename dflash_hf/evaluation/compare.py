@@ -1,0 +1,225 @@
+"""The same prompts decoded by several methods, one after the other for each prompt, and what that gives."""
+
+import statistics as stats
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from ..integration import custom_generate
+from ..metrics import GenerationStatistics, Stopwatch
+from ..modeling_dflash import DFlashDraftModel
+
+
+METHODS = ("plain", "dflash", "prompt lookup")
+NEAR_TIE = 1e-4  # float32 logits nearer than this may change places by rounding alone
+
+
+@dataclass
+class Run:
+    """
+    One prompt decoded by one method.
+
+    Args:
+        ids (`list[int]`): the new tokens.
+        seconds (`float`): of the whole `generate` call, the prompt's forward included.
+        forwards (`int`): of the target.
+        step_seconds (`list[float]`): time of each target forward after the prompt's.
+        statistics (`GenerationStatistics`, *optional*): rounds, for DFlash.
+    """
+
+    ids: list[int]
+    seconds: float
+    forwards: int
+    step_seconds: list[float]
+    statistics: GenerationStatistics | None = None
+
+
+class _ForwardClock:
+    """Counts and times the forwards of a model while it is open."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> "_ForwardClock":
+        self.watch = Stopwatch(self.model.device)
+        self.handles = [
+            self.model.register_forward_pre_hook(lambda *_: self.watch.lap() and None),
+            self.model.register_forward_hook(lambda *_: self.seconds.append(self.watch.lap())),
+        ]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def run(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    prompt: torch.Tensor,
+    method: str,
+    *,
+    max_new_tokens: int,
+    streamer=None,
+) -> Run:
+    """
+    Decode `prompt` `(1, T)` greedily by `method`, one of [`METHODS`].
+
+    `"plain"` is `generate` of the model with nothing attached, `"prompt lookup"` is transformers' own n-gram
+    speculation with its usual 10 tokens.
+    """
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    if method == "dflash":
+        options["custom_generate"] = custom_generate(drafter, streamer=streamer)
+    elif method == "prompt lookup":
+        options["prompt_lookup_num_tokens"] = 10
+    with _ForwardClock(target) as clock:
+        start = time.perf_counter()
+        output = type(target).generate(target, prompt, **options)
+        seconds = time.perf_counter() - start
+    return Run(
+        ids=output[0, prompt.shape[1] :].tolist(),
+        seconds=seconds,
+        forwards=len(clock.seconds),
+        step_seconds=clock.seconds[1:],
+        statistics=drafter.last_statistics if method == "dflash" else None,
+    )
+
+
+def repeated_share(ids: list[int], n: int = 4) -> float:
+    """Share of the n-grams that occurred before: text that repeats itself flatters every speculative method."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@torch.no_grad()
+def first_difference(
+    target: PreTrainedModel, prompt: torch.Tensor, plain: list[int], other: list[int]
+) -> tuple[int, float] | None:
+    """
+    Where two continuations part, and how near the target was to a tie there.
+
+    Returns:
+        `(index, gap)`: index of the first different new token, and the float32 difference of the target's logits of
+        the two tokens after the same text. `None` when the continuations are equal.
+    """
+    if plain == other:
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
+    if index is None:
+        return min(len(plain), len(other)), float("inf")
+    text = torch.cat([prompt, torch.tensor([plain[:index]], device=prompt.device, dtype=prompt.dtype)], dim=1)
+    logits = target(text, use_cache=False).logits[0, -1].float()
+    return index, abs(float(logits[plain[index]] - logits[other[index]]))
+
+
+@dataclass
+class Comparison:
+    """
+    Results over a set of prompts.
+
+    Args:
+        name (`str`): of the set.
+        runs (`dict[str, list[Run]]`): for each method, one [`Run`] a prompt.
+        differences (`list[dict]`): prompts whose DFlash text is not the plain one, with `prompt`, `index`, `gap`.
+    """
+
+    name: str
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    differences: list[dict] = field(default_factory=list)
+
+    def tokens_per_second(self, method: str) -> float:
+        """New tokens per second of `generate`, prompts included."""
+        return sum(len(r.ids) for r in self.runs[method]) / sum(r.seconds for r in self.runs[method])
+
+    def forwards(self, method: str) -> int:
+        """Target forwards."""
+        return sum(r.forwards for r in self.runs[method])
+
+    def rounds(self, keep: Callable[[Run], bool] = lambda run: True) -> GenerationStatistics:
+        """The DFlash rounds of all prompts whose run is kept."""
+        return sum((r.statistics for r in self.runs["dflash"] if keep(r)), GenerationStatistics())
+
+    def times(self) -> dict[str, float]:
+        """
+        Median seconds of a plain target step, of a verification, of a draft and of the rest of a round, and what τ
+        would just pay for them: break-even τ = (T_draft + T_verify + rest) / T_target.
+        """
+        rounds = [r for r in self.rounds().rounds if r.proposed]
+        target = stats.median(s for r in self.runs["plain"] for s in r.step_seconds)
+        verify, draft, rest = (
+            stats.median(getattr(r, name) for r in rounds)
+            for name in ("verify_seconds", "draft_seconds", "commit_seconds")
+        )
+        return {
+            "T_target": target,
+            "T_verify": verify,
+            "T_draft": draft,
+            "T_rest": rest,
+            "overhead": self.rounds().overhead,
+            "break_even_tau": (verify + draft + rest) / target,
+        }
+
+    def summary(self) -> dict:
+        """All figures of this set, ready for JSON."""
+        rounds = self.rounds()
+        calm = self.rounds(lambda r: repeated_share(r.ids) <= 0.3)
+        return {
+            "set": self.name,
+            "prompts": len(self.runs["plain"]),
+            "new_tokens": {m: sum(len(r.ids) for r in runs) for m, runs in self.runs.items()},
+            "target_forwards": {m: self.forwards(m) for m in self.runs},
+            "tokens_per_second": {m: round(self.tokens_per_second(m), 3) for m in self.runs},
+            "tau": round(rounds.tau, 4),
+            "tau_without_repetitive": round(calm.tau, 4),
+            "repetitive_prompts": sum(repeated_share(r.ids) > 0.3 for r in self.runs["dflash"]),
+            "survival": [round(rounds.survival(k), 4) for k in range(1, 1 + max(r.proposed for r in rounds.rounds))],
+            "identical": len(self.runs["plain"]) - len(self.differences),
+            "differences": self.differences,
+            "milliseconds": {k: round(v * 1e3, 3) for k, v in self.times().items() if k.startswith("T_")},
+            "overhead": round(self.times()["overhead"], 4),
+            "break_even_tau": round(self.times()["break_even_tau"], 4),
+        }
+
+    def rows(self) -> list[dict]:
+        """One dict a prompt and method, ids included, for whoever wants to look closer."""
+        return [
+            {"prompt": i, "method": m, **{k: v for k, v in asdict(r).items() if k != "statistics"}}
+            for m, runs in self.runs.items()
+            for i, r in enumerate(runs)
+        ]
+
+
+def compare(
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    prompts: Iterable[torch.Tensor],
+    *,
+    name: str,
+    max_new_tokens: int,
+    methods: tuple[str, ...] = METHODS,
+    on_run: Callable[[int, str, Run], None] = lambda *_: None,
+) -> Comparison:
+    """
+    Decode every prompt by every method, interleaved, so that a drift of the machine's speed meets them alike.
+
+    Args:
+        prompts (iterable of `torch.LongTensor` of shape `(1, T)`): prompt ids.
+        on_run: called with prompt number, method and [`Run`] after each.
+    """
+    comparison = Comparison(name, {method: [] for method in methods})
+    for number, prompt in enumerate(prompts):
+        for method in methods:
+            result = run(target, drafter, prompt, method, max_new_tokens=max_new_tokens)
+            comparison.runs[method].append(result)
+            on_run(number, method, result)
+        plain, ours = comparison.runs["plain"][-1], comparison.runs["dflash"][-1]
+        difference = first_difference(target, prompt, plain.ids, ours.ids)
+        if difference:
+            index, gap = difference
+            comparison.differences.append({"prompt": number, "index": index, "gap": gap})
+    return comparison
