@@ -5,7 +5,7 @@ At the start of every round the text ends with the anchor, which the target has 
 cache holds exactly the tokens before it; the drafter's cache and the pending context together cover the same tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -59,7 +59,6 @@ class DecodeState:
     context: torch.Tensor | None = None
     context_positions: torch.Tensor | None = None
     finished: bool = False
-    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def roll_back(self) -> None:
         """Forget everything that is not committed."""
@@ -97,6 +96,8 @@ class Decoding:
         self.max_length = self.stopping.max_length
         self.block = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=state.text.device)
         self.watch = Stopwatch(target.device)
+        self.start = self.watch.mark()
+        self.marks: list[tuple] = []  # one for each round: proposed, accepted, committed, and four marks in time
 
     def prefill(self, taps: dict[int, torch.Tensor], model_kwargs: dict) -> None:
         """Run the prompt; its last row gives the first anchor."""
@@ -106,7 +107,7 @@ class Decoding:
         outputs = model(**inputs, return_dict=True)
         logits = outputs.logits[:, -1:].to(state.text.device, torch.float32, copy=True)  # [1, 1, V]
         caches.start_recording(state.target_cache)
-        state.committed_pos = caches.length_of(state.target_cache)
+        state.committed_pos = self.prompt_tokens = caches.length_of(state.target_cache)
         if positions is None:
             positions = torch.arange(state.committed_pos, device=state.text.device).unsqueeze(0)
         state.anchor_position = positions[:, -1:] + 1
@@ -115,17 +116,18 @@ class Decoding:
         self._extend(new, scores, logits)
         state.context = concatenate(taps, self.drafter.config.target_layer_ids)
         state.context_positions = positions
-        state.statistics = GenerationStatistics(state.committed_pos, self.watch.lap())
+        self.prefilled = self.watch.mark()
 
     def round(self, taps: dict[int, torch.Tensor]) -> None:
         """Draft, verify, commit. If it fails half-way, the caches are as before it."""
         state = self.state
         width = min(self.max_proposals, self.max_length - state.text.shape[1] - 1)
+        start = self.watch.mark()
         try:
             proposals, q = self.draft(width)
-            draft_seconds = self.watch.lap()
+            drafted = self.watch.mark()
             logits = self.verify(proposals)
-            verify_seconds = self.watch.lap()
+            verified = self.watch.mark()
             scores = self.processing(state.text, logits, proposals)
             verdict = self._judge(scores, q, proposals)
             # The one point of a round where the device has to be waited for.
@@ -136,9 +138,7 @@ class Decoding:
             state.roll_back()
             raise
         self.commit(committed, taps)
-        state.statistics.rounds.append(
-            RoundRecord(width, accepted, committed, draft_seconds, verify_seconds, self.watch.lap())
-        )
+        self.marks.append((width, accepted, committed, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -200,6 +200,15 @@ class Decoding:
         if state.mask is not None:
             state.mask = torch.cat([state.mask, state.mask.new_ones((1, count))], dim=1)
         caches.crop_to(state.target_cache, state.committed_pos)
+
+    def statistics(self) -> GenerationStatistics:
+        """The numbers of the call, once it is over."""
+        seconds = self.watch.seconds
+        rounds = [
+            RoundRecord(*counts, seconds(start, drafted), seconds(drafted, verified), seconds(verified, end))
+            for *counts, start, drafted, verified, end in self.marks
+        ]
+        return GenerationStatistics(self.prompt_tokens, seconds(self.start, self.prefilled), rounds)
 
     def _extend(self, new: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
         """Append tokens up to the first that stops the text, stream them, and say how many they were."""
@@ -284,8 +293,8 @@ def decode(
         caches.stop_recording(target_cache)
     if streamer is not None:
         streamer.end()
-    drafter.last_statistics = state.statistics
-    return decoding.collector.result(state.text, target_cache, state.statistics)
+    drafter.last_statistics = statistics = decoding.statistics()
+    return decoding.collector.result(state.text, target_cache, statistics)
 
 
 def _check_request(

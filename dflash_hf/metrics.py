@@ -93,19 +93,25 @@ class GenerationStatistics:
 
 
 class Stopwatch:
-    """Seconds between marks. On an accelerator a mark waits for the work queued before it."""
+    """
+    Marks in time, on an accelerator in its queue of work: they are read after the call, so measuring waits for nothing.
+    """
 
     def __init__(self, device: torch.device):
-        self.synchronise = device.type != "cpu"
-        self.last = self._now()
+        self.device = device
 
-    def _now(self) -> float:
-        if self.synchronise:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
+    def mark(self) -> "float | torch.Event":
+        """Now, as the device sees it."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
 
-    def lap(self) -> float:
-        """Seconds since the last mark, which this sets anew."""
-        now = self._now()
-        seconds, self.last = now - self.last, now
-        return seconds
+    @staticmethod
+    def seconds(start: "float | torch.Event", end: "float | torch.Event") -> float:
+        """Time between two marks; waits for the second."""
+        if isinstance(start, float):
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3

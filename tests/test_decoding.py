@@ -345,6 +345,8 @@ def test_returned_cache_serves_plain_generate():
         result = speculate(target, drafter, ids, 15, return_dict_in_generate=True)
         cache = result[compat.CACHE]
         assert cache.get_seq_length() == result.sequences.shape[1] - 1
+        for layer in cache.layers:
+            assert not layer.is_sliding or (layer.keys.shape[-2] == 7 and not layer.record_past)
         text = plain(target, result.sequences, **{compat.CACHE: cache}, max_new_tokens=15, do_sample=False)
         assert text.tolist() == full.tolist()
 
@@ -626,7 +628,8 @@ def test_text_may_fill_the_positions_of_the_target():
     drafter = drafter_for(target, 8, target_layer_ids=[0])
     with counting(target) as calls:
         assert speculate(target, drafter, prompt_of(5), 10).shape == (1, 15)
-    assert max(int(c["position_ids"].max()) for c in calls if c.get("position_ids") is not None) < 15
+    # The last token is never an input, right or proposed.
+    assert max(int(call["position_ids"].max()) for call in calls[1:]) == 13
 
 
 # ------------------------------------------------------------------------------------------------------ the cache room

@@ -63,7 +63,7 @@ def test_first_difference_names_token_and_gap():
 
     other = [*plain[:2], (plain[2] + 1) % 60, plain[3]]
     index, gap = evaluation.first_difference(target, prompt, plain, other)
-    logits = target(torch.tensor([[5, 9, 11, *plain[:2]]])).logits[0, -1]
+    logits = target(torch.tensor([[5, 9, 11, *plain[:2]]])).logits[0, -1].detach()
     assert index == 2
     assert gap == pytest.approx(float(logits[plain[2]] - logits[other[2]]), abs=1e-5)
 

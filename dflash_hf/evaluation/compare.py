@@ -42,19 +42,23 @@ class _ForwardClock:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.seconds: list[float] = []
+        self.watch = Stopwatch(model.device)
+        self.marks: list = []
 
     def __enter__(self) -> "_ForwardClock":
-        self.watch = Stopwatch(self.model.device)
         self.handles = [
-            self.model.register_forward_pre_hook(lambda *_: self.watch.lap() and None),
-            self.model.register_forward_hook(lambda *_: self.seconds.append(self.watch.lap())),
+            self.model.register_forward_pre_hook(lambda *_: self.marks.append(self.watch.mark())),
+            self.model.register_forward_hook(lambda *_: self.marks.append(self.watch.mark())),
         ]
         return self
 
     def __exit__(self, *_) -> None:
         for handle in self.handles:
             handle.remove()
+
+    def seconds(self) -> list[float]:
+        """Of each forward."""
+        return [self.watch.seconds(*pair) for pair in zip(self.marks[::2], self.marks[1::2], strict=True)]
 
 
 def run(
@@ -81,11 +85,12 @@ def run(
         start = time.perf_counter()
         output = type(target).generate(target, prompt, **options)
         seconds = time.perf_counter() - start
+    forwards = clock.seconds()
     return Run(
         ids=output[0, prompt.shape[1] :].tolist(),
         seconds=seconds,
-        forwards=len(clock.seconds),
-        step_seconds=clock.seconds[1:],
+        forwards=len(forwards),
+        step_seconds=forwards[1:],
         statistics=drafter.last_statistics if method == "dflash" else None,
     )
 
