@@ -263,13 +263,13 @@ def decode(
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
-    target_cache = model_kwargs.get(compat.CACHE)
+    target_cache, mask = model_kwargs.get(compat.CACHE), model_kwargs.get("attention_mask")
     _check_request(input_ids, logits_processor, generation_config, target_cache, verifier, num_assistant_tokens)
     state = DecodeState(
         text=input_ids,
         target_cache=target_cache,
         draft_cache=caches.new_draft_cache(drafter.config),
-        mask=model_kwargs.get("attention_mask"),
+        mask=None if mask is None or bool(mask.all()) else mask,
     )
     decoding = Decoding(
         target,
@@ -308,8 +308,9 @@ def _check_request(
     """Refuse by name what this loop does not do."""
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
-    if num_assistant_tokens is not None and num_assistant_tokens < 1:
-        raise ValueError(f"num_assistant_tokens={num_assistant_tokens}: at least 1; for none, leave the drafter out.")
+    for cap in (num_assistant_tokens, config.num_assistant_tokens):
+        if cap is not None and cap < 1:
+            raise ValueError(f"num_assistant_tokens={cap}: at least 1; for none, leave the drafter out.")
     if config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: DFlash decodes without beams; leave the drafter out.")
     if input_ids.shape[0] > 1:
