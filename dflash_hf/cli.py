@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -39,10 +40,12 @@ class Precision(StrEnum):
     float16 = "float16"
 
 
-Target = Annotated[str, typer.Option(help="A folder, a Hub repository, or `reference` for the embedded target.")]
-Drafter = Annotated[str, typer.Option(help="A folder, a Hub repository, or `reference` for the embedded drafter.")]
-Dtype = Annotated[Precision, typer.Option(help="Precision of target and drafter.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")]
+TargetOption = Annotated[str, typer.Option(help="A folder, a Hub repository, or `reference` for the embedded target.")]
+DrafterOption = Annotated[
+    str, typer.Option(help="A folder, a Hub repository, or `reference` for the embedded drafter.")
+]
+DtypeOption = Annotated[Precision, typer.Option(help="Precision of target and drafter.")]
+NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate at most.")]
 
 
 def main() -> None:
@@ -87,7 +90,15 @@ class BlockStreamer:
                 self.printed = text
 
     def end(self) -> None:
-        console.print()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        console.print(Text(text[len(self.printed) :]), soft_wrap=True)
+
+
+def _device():
+    """The accelerator, if there is one."""
+    import torch
+
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _load_target(name: str, dtype: str):
@@ -99,10 +110,11 @@ def _load_target(name: str, dtype: str):
     if name == REFERENCE:
         if not reference.is_ready():
             console.print(f"Preparing {reference.NAME}: a download of 93 MB and a conversion, once, about a minute.")
-        return reference.load_target(dtype)
+        model, tokenizer = reference.load_target(dtype)
+        return model.to(_device()), tokenizer
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map="auto").eval()
-        return model, AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        return model.to(_device()), AutoTokenizer.from_pretrained(name)
     except OSError as error:
         raise OSError(f"target {name!r}: {error}") from error
 
@@ -128,10 +140,10 @@ def _prompt_ids(tokenizer, messages: list[dict]):
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    target: Target = REFERENCE,
-    drafter: Drafter = REFERENCE,
-    dtype: Dtype = Precision.bfloat16,
-    max_new_tokens: NewTokens = 256,
+    target: TargetOption = REFERENCE,
+    drafter: DrafterOption = REFERENCE,
+    dtype: DtypeOption = Precision.bfloat16,
+    max_new_tokens: NewTokensOption = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy decoding.")] = 0.0,
 ) -> None:
     """Answer one prompt, streaming; tokens that came from the drafter are coloured."""
@@ -162,7 +174,7 @@ def generate(
 
 
 @app.command()
-def demo(max_new_tokens: NewTokens = 96) -> None:
+def demo(max_new_tokens: NewTokensOption = 96) -> None:
     """Answer a few prompts with and without the drafter: the same text, fewer target forwards."""
     import torch
     import transformers
@@ -177,18 +189,16 @@ def demo(max_new_tokens: NewTokens = 96) -> None:
         f"{drafter.config.block_size}; torch {torch.__version__} with {torch.get_num_threads()} threads on "
         f"{model.device}, transformers {transformers.__version__}; greedy, at most {max_new_tokens} new tokens\n"
     )
-    prompts = [_prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in DEMO_PROMPTS]
-    failed = 0
-    proof = evaluation.Comparison("float32", {"plain": [], "dflash": []})
+    prompts = [_prompt_ids(tokenizer, [{"role": "user", "content": text}]).to(model.device) for text in DEMO_PROMPTS]
+    identical = failed = 0
     for text, prompt in zip(DEMO_PROMPTS, prompts, strict=True):
         console.print(f"> {text}", style="bold")
         ours = evaluation.run(
             model, drafter, prompt, "dflash", max_new_tokens=max_new_tokens, streamer=BlockStreamer(tokenizer)
         )
         plain = evaluation.run(model, drafter, prompt, "plain", max_new_tokens=max_new_tokens)
-        proof.runs["plain"].append(plain)
-        proof.runs["dflash"].append(ours)
         difference = evaluation.first_difference(model, prompt, plain.ids, ours.ids)
+        identical += difference is None
         verdict = "identical to plain generate"
         if difference:
             failed += difference[1] >= evaluation.NEAR_TIE
@@ -201,12 +211,11 @@ def demo(max_new_tokens: NewTokens = 96) -> None:
             markup=False,
         )
     console.print("The same prompts in bfloat16, the precision for speed (half precision may part at near-ties):")
-    model, drafter = model.to(torch.bfloat16), drafter.to(torch.bfloat16)
+    # Loaded anew: a cast would take the rotary frequencies along, which belong in float32.
+    model, _, drafter = _load(REFERENCE, REFERENCE, "bfloat16")
     speed = evaluation.compare(model, drafter, prompts, name="bfloat16", max_new_tokens=max_new_tokens)
     _print_comparison(speed)
-    console.print(
-        f"float32 text identical on {len(prompts) - len(proof.differences) - failed} of {len(prompts)} prompts"
-    )
+    console.print(f"float32: text identical on {identical} of {len(prompts)} prompts")
     if failed:
         raise ValueError(f"{failed} answers differ from plain generate by more than a near-tie.")
 
@@ -214,10 +223,10 @@ def demo(max_new_tokens: NewTokens = 96) -> None:
 @app.command()
 def evaluate(
     prompts: Annotated[list[Path], typer.Argument(help="JSONL files of prompts: `turns`, `prompt` or `messages`.")],
-    target: Target = REFERENCE,
-    drafter: Drafter = REFERENCE,
-    dtype: Dtype = Precision.bfloat16,
-    max_new_tokens: NewTokens = 96,
+    target: TargetOption = REFERENCE,
+    drafter: DrafterOption = REFERENCE,
+    dtype: DtypeOption = Precision.bfloat16,
+    max_new_tokens: NewTokensOption = 96,
     last: Annotated[int, typer.Option(min=1, help="Use the last rows of each file, so many.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
 ) -> None:
@@ -228,7 +237,7 @@ def evaluate(
     from . import evaluation
     from .training.data import read_prompts
 
-    sets = {path.stem: read_prompts(path)[-last:] for path in prompts}
+    sets = [(path.stem, read_prompts(path)[-last:]) for path in prompts]
     model, tokenizer, draft_model = _load(target, drafter, dtype)
     report = {
         "target": target,
@@ -239,11 +248,12 @@ def evaluate(
         "batch": 1,
         "threads": torch.get_num_threads(),
         "device": str(model.device),
+        "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "sets": [],
     }
-    for name, conversations in sets.items():
+    for name, conversations in sets:
         ids = [_prompt_ids(tokenizer, messages).to(model.device) for messages in conversations]
         with console.status(name) as status:
             comparison = evaluation.compare(

@@ -6,5 +6,5 @@ from packaging.version import Version
 
 VERSION = Version(transformers.__version__)
 
-# 5.24 renamed the cache argument of model forwards and its field in outputs.
+# 5.24 renamed the cache argument of model forwards and its field in outputs; our drafter takes both names.
 CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"

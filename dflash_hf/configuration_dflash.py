@@ -17,11 +17,12 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
     """
     if num_taps == 1:
         return [num_target_layers // 2]
-    ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
-    if len(set(ids)) < num_taps or ids[0] < 0:
+    step = (num_target_layers - 4) / max(1, num_taps - 1)
+    ids = [round(1 + i * step) for i in range(num_taps)]
+    if num_taps < 1 or step < 0 or len(set(ids)) < num_taps:
         raise ValueError(
-            f"num_taps={num_taps}: a target of {num_target_layers} layers has not that many layers to tap. "
-            "Ask for fewer taps or pass target_layer_ids."
+            f"num_taps={num_taps}: a target of {num_target_layers} layers does not have that many layers to tap. "
+            "Ask for fewer taps (at least one), or pass target_layer_ids."
         )
     return ids
 
@@ -58,7 +59,7 @@ class DFlashConfig(PreTrainedConfig):
             Size of the shortlist of target tokens that the drafter proposes from. The ids are the buffer
             `draft_token_ids` of the model. `None`: the whole vocabulary.
         target_name (`str`, *optional*):
-            Name of the target that the drafter was trained for, as a user would load it.
+            Name of the target that the drafter was trained for.
 
     Raises:
         `ValueError`: when fields contradict each other; the message names the field, its value and the rule.
@@ -98,6 +99,10 @@ class DFlashConfig(PreTrainedConfig):
     target_name: str | None = None
 
     def __post_init__(self, **kwargs):
+        if "dflash_config" in kwargs:
+            raise ValueError(
+                "dflash_config: a nested configuration is another layout's; DFlashDraftModel.from_pretrained reads it."
+            )
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.causal_layers is None:
@@ -187,11 +192,14 @@ class DFlashConfig(PreTrainedConfig):
         text = target_config.get_text_config(decoder=True)
         num_target_layers = text.num_hidden_layers
         heads = text.num_attention_heads
-        rope = {k: v for k, v in (text.rope_parameters or {}).items() if not isinstance(v, dict)}
+        rope = text.rope_parameters or {}
+        # Of a target with one RoPE for each kind of layer, the published drafters take that of the full layers.
+        rope = rope.get("full_attention", rope)
         inherited = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
             "intermediate_size": text.intermediate_size,
+            "hidden_act": getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", cls.hidden_act),
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -33,6 +33,12 @@ _REMEMBERING = {
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
 }
 
+# What `generate` prepares for a text. Anything else of the caller's would be lost after the prompt.
+_CARRIED = {"attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", compat.CACHE}
+
+# `generate` fills this in for every call, so it says nothing of what the user wants.
+_DEFAULT_CAP = 20
+
 
 @dataclass
 class DecodeState:
@@ -91,7 +97,7 @@ class Decoding:
         self.streamer = streamer
         self.sampling = config.do_sample
         self.rejecting = self.sampling and verifier == "rejection"
-        caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap is not None]
+        caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap not in (None, _DEFAULT_CAP)]
         self.max_proposals = min([drafter.config.num_proposals, *caps])
         self.max_length = self.stopping.max_length
         self.block = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=state.text.device)
@@ -112,10 +118,10 @@ class Decoding:
             positions = torch.arange(state.committed_pos, device=state.text.device).unsqueeze(0)
         state.anchor_position = positions[:, -1:] + 1
         scores = self.processing(state.text, logits, state.text[:, :0])
-        new = self._choose(scores)[0].tolist()
-        self._extend(new, scores, logits)
         state.context = concatenate(taps, self.drafter.config.target_layer_ids)
         state.context_positions = positions
+        self._extend(self._choose(scores), scores, logits)
+        self._stream(1)
         self.prefilled = self.watch.mark()
 
     def round(self, taps: dict[int, torch.Tensor]) -> None:
@@ -131,13 +137,15 @@ class Decoding:
             scores = self.processing(state.text, logits, proposals)
             verdict = self._judge(scores, q, proposals)
             # The one point of a round where the device has to be waited for.
-            accepted, *tokens = torch.cat([verdict.accepted, proposals[0], verdict.token]).tolist()
-            new = tokens[:accepted] + tokens[-1:]
+            accepted = int(verdict.accepted)
+            new = torch.cat([proposals[:, :accepted], verdict.token.unsqueeze(1)], dim=1)
+            context = concatenate(taps, self.drafter.config.target_layer_ids)
             committed = self._extend(new, scores, logits)
         except BaseException:
             state.roll_back()
             raise
-        self.commit(committed, taps)
+        self.commit(context[:, :committed])
+        self._stream(committed)
         self.marks.append((width, accepted, committed, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -186,10 +194,9 @@ class Decoding:
             inputs["attention_mask"] = torch.cat([state.mask, torch.ones_like(ids)], dim=1)
         return self.target.model(**inputs).logits.to(state.text.device, torch.float32)
 
-    def commit(self, count: int, taps: dict[int, torch.Tensor]) -> None:
-        """Move both caches and the pending context to the new anchor, `count` tokens on."""
-        state = self.state
-        context = concatenate(taps, self.drafter.config.target_layer_ids)[:, :count]
+    def commit(self, context: torch.Tensor) -> None:
+        """Move both caches and the pending context to the new anchor; `context` is that of the tokens it passes."""
+        state, count = self.state, context.shape[1]
         positions = state.anchor_position + torch.arange(count, device=state.text.device)
         if state.context is not None:  # nothing was drafted, so the drafter has not seen the earlier context either
             context = torch.cat([state.context, context], dim=1)
@@ -210,19 +217,21 @@ class Decoding:
         ]
         return GenerationStatistics(self.prompt_tokens, seconds(self.start, self.prefilled), rounds)
 
-    def _extend(self, new: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
-        """Append tokens up to the first that stops the text, stream them, and say how many they were."""
-        state = self.state
-        text = torch.cat([state.text, torch.tensor([new], device=state.text.device)], dim=1)
-        self.collector.add(scores[:, : len(new)], logits[:, : len(new)])
-        stop = self.stopping.first_stop(text, new, self.collector.scores)
-        count = stop or len(new)
-        self.collector.keep(count, of=len(new))
-        state.text = text[:, : text.shape[1] - len(new) + count]
+    def _extend(self, new: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> int:
+        """Append the tokens `new` `(1, n)` up to the first that stops the text, and say how many they were."""
+        state, width = self.state, new.shape[1]
+        text = torch.cat([state.text, new], dim=1)
+        stop = self.stopping.first_stop(text, new[0].tolist(), scores[:, :width], self.collector.scores)
+        count = stop or width
+        self.collector.add(scores[:, :count], logits[:, :count])
+        state.text = text[:, : text.shape[1] - width + count]
         state.finished = stop is not None
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(new[:count]))
         return count
+
+    def _stream(self, count: int) -> None:
+        """Hand the last `count` tokens of the text to the streamer."""
+        if self.streamer is not None:
+            self.streamer.put(self.state.text[0, -count:].cpu())
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """The target's own tokens: argmax or a draw."""
@@ -263,13 +272,14 @@ def decode(
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
-    target_cache, mask = model_kwargs.get(compat.CACHE), model_kwargs.get("attention_mask")
-    _check_request(input_ids, logits_processor, generation_config, target_cache, verifier, num_assistant_tokens)
+    target_cache = model_kwargs.get(compat.CACHE)
+    _check_options(logits_processor, generation_config, verifier, num_assistant_tokens)
+    _check_inputs(input_ids, generation_config, model_kwargs)
     state = DecodeState(
         text=input_ids,
         target_cache=target_cache,
         draft_cache=caches.new_draft_cache(drafter.config),
-        mask=None if mask is None or bool(mask.all()) else mask,
+        mask=model_kwargs.get("attention_mask"),
     )
     decoding = Decoding(
         target,
@@ -297,15 +307,10 @@ def decode(
     return decoding.collector.result(state.text, target_cache, statistics)
 
 
-def _check_request(
-    input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    cache: Cache | None,
-    verifier: str,
-    num_assistant_tokens: int | None,
+def _check_options(
+    processors: LogitsProcessorList, config: GenerationConfig, verifier: str, num_assistant_tokens: int | None
 ) -> None:
-    """Refuse by name what this loop does not do."""
+    """Refuse by name the options that this loop does not honour."""
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
     for cap in (num_assistant_tokens, config.num_assistant_tokens):
@@ -313,17 +318,32 @@ def _check_request(
             raise ValueError(f"num_assistant_tokens={cap}: at least 1; for none, leave the drafter out.")
     if config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: DFlash decodes without beams; leave the drafter out.")
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"batch of {input_ids.shape[0]} rows (num_return_sequences={config.num_return_sequences}): DFlash decodes "
-            "one row at a time yet; call generate for each row."
-        )
-    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size"):
+    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size", "prompt_lookup_num_tokens"):
         if getattr(config, option):
-            raise ValueError(f"{option}={getattr(config, option)}: not supported with a DFlash drafter yet.")
+            raise ValueError(f"{option}={getattr(config, option)}: not supported with a DFlash drafter; leave it out.")
     for processor in processors:
         if type(processor) in _REMEMBERING:
-            raise ValueError(f"{_REMEMBERING[type(processor)]}: not supported with a DFlash drafter yet.")
+            raise ValueError(f"{_REMEMBERING[type(processor)]}: not supported with a DFlash drafter; leave it out.")
+
+
+def _check_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict) -> None:
+    """Refuse by name the inputs that this loop cannot carry from round to round."""
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"batch of {input_ids.shape[0]} rows (num_return_sequences={config.num_return_sequences}): so far DFlash "
+            "decodes one row at a time; call generate for each row."
+        )
+    unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: so far DFlash passes only text on to the target; leave the drafter out."
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)}: so far DFlash knows targets with one position a token."
+        )
+    cache = model_kwargs.get(compat.CACHE)
     caches.check_can_roll_back(cache)
     if caches.length_of(cache) > 0:
         raise ValueError(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .decoding import VERIFIERS, decode
@@ -37,8 +37,8 @@ def attach(
 
     Without `assistant_model`, with an ordinary assistant or with an explicit `speculation_type`, `target.generate`
     stays transformers' own. The target gets an instance attribute `generate` and a hook on each tapped layer, and so
-    refers to itself: [`detach`] undoes both. The token ids in the drafter's configuration become the target's, because
-    pipelines compare them.
+    refers to itself: [`detach`] undoes both. Vocabulary size and special tokens in the drafter's configuration become
+    the target's, because pipelines compare them.
 
     Args:
         target (`PreTrainedModel`):
@@ -147,14 +147,23 @@ def _generate(target: PreTrainedModel, attachment: Attachment, *args, **kwargs):
         streamer=arguments.pop("streamer", None),
         tokenizer=options.pop("tokenizer", None),
     )
-    configs = [arguments.get("generation_config") or target.generation_config, target.generation_config]
-    configured = [config.stop_strings for config in configs if config.stop_strings is not None]
-    stop_strings = options.pop("stop_strings", configured[0] if configured else None)
-    if configured:
-        # `generate` would want the tokenizer for them, which it does not hand on to `decode`.
-        options["stop_strings"] = None
+    stop_strings = _take_stop_strings(target, arguments.get("generation_config"), options)
 
-    def method(*args, **kwargs):  # has no parameter `stop_strings`, so that the one above reaches the configuration
+    def method(*args, **kwargs):  # has no parameter `stop_strings`, so that a None among the options takes effect
         return decoding(*args, stop_strings=stop_strings, **kwargs)
 
     return generate(target, **arguments, **options, custom_generate=method)
+
+
+def _take_stop_strings(target: PreTrainedModel, config: GenerationConfig | None, options: dict):
+    """
+    The stop strings of a call, from its options, its configuration or the target's, in this order.
+
+    `generate` insists on a tokenizer for them but does not hand it on to a decoding method, so they are kept from it:
+    taken out of `options`, and replaced by None there where a configuration has some.
+    """
+    configured = [c.stop_strings for c in (config, target.generation_config) if c is not None and c.stop_strings]
+    stop_strings = options.pop("stop_strings", configured[0] if configured else None)
+    if configured:
+        options["stop_strings"] = None
+    return stop_strings

@@ -35,6 +35,7 @@ class GenerationStatistics:
 
     Args:
         prompt_tokens (`int`), prefill_seconds (`float`): the prompt's forward, which gives the first new token.
+        calls (`int`): calls whose numbers are added up here.
         rounds (`list[RoundRecord]`): one for each target forward after it. Rounds cut short by the end of the text
             count like the others.
     """
@@ -42,11 +43,12 @@ class GenerationStatistics:
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     rounds: list[RoundRecord] = field(default_factory=list)
+    calls: int = 1
 
     @property
     def new_tokens(self) -> int:
         """Tokens generated, the first included."""
-        return 1 + self.committed
+        return self.calls + self.committed
 
     @property
     def committed(self) -> int:
@@ -56,7 +58,7 @@ class GenerationStatistics:
     @property
     def target_forwards(self) -> int:
         """Forwards of the target, the prompt's included; plain decoding needs `new_tokens`."""
-        return 1 + len(self.rounds)
+        return self.calls + len(self.rounds)
 
     @property
     def tau(self) -> float:
@@ -84,18 +86,17 @@ class GenerationStatistics:
         return sum(r.commit_seconds for r in self.rounds) / self.decode_seconds if self.decode_seconds else 0.0
 
     def __add__(self, other: "GenerationStatistics") -> "GenerationStatistics":
-        """Numbers of several calls together; note that each call has a first token outside the rounds."""
+        """Numbers of several calls together."""
         return GenerationStatistics(
             self.prompt_tokens + other.prompt_tokens,
             self.prefill_seconds + other.prefill_seconds,
             self.rounds + other.rounds,
+            self.calls + other.calls,
         )
 
 
 class Stopwatch:
-    """
-    Marks in time, on an accelerator in its queue of work: they are read after the call, so measuring waits for nothing.
-    """
+    """Marks in time; on an accelerator they stand in its queue of work, and are read after the call."""
 
     def __init__(self, device: torch.device):
         self.device = device

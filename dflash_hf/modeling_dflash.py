@@ -75,6 +75,16 @@ class DFlashAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(B, slots, H)`): the block, normed.
+            features (`torch.Tensor` of shape `(B, new, H)`): committed tokens that the cache does not hold yet.
+            rotary (`tuple` of two tensors of shape `(B, new + slots, head_dim)`): cosine and sine.
+            attention_mask (`torch.Tensor` of shape `(B, slots, T + slots)`, *optional*): True where a slot sees.
+
+        Returns:
+            `torch.Tensor` of shape `(B, slots, H)`.
+        """
         batch, num_slots = hidden_states.shape[:2]
         heads = (-1, self.head_dim)
         source = torch.cat([features, hidden_states], dim=1)  # [B, new + slots, H]
@@ -103,6 +113,8 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm attention over [context ; block] and MLP; arguments as for [`DFlashAttention`]."""
+
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
@@ -194,7 +206,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 0 for padding. Or, when training, a bool mask of shape `(B, slots, T + slots)` for each
                 `(window, causal)` that occurs among the layers.
             cache (`Cache`, *optional*):
-                Keys and values of earlier context. Context *and* block are appended; who calls crops the block.
+                Keys and values of earlier context. Context *and* block are appended; the caller crops the block.
             past_key_values (`Cache`, *optional*):
                 The name of `cache` before transformers 5.24.
 

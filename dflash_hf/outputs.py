@@ -127,13 +127,17 @@ class Stopping:
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
 
-    def first_stop(self, text: torch.Tensor, new: list[int], scores: tuple | None) -> int | None:
+    def first_stop(
+        self, text: torch.Tensor, new: list[int], scores: torch.Tensor, earlier: tuple | None
+    ) -> int | None:
         """
         How many of the tokens `new` are used when the text stops among them, or `None` if it goes on.
 
         Args:
             text (`torch.LongTensor` of shape `(1, T + n)`): the text with the `n` new tokens at its end.
-            scores (`tuple`, *optional*): of all tokens, for criteria that look at them.
+            scores (`torch.Tensor` of shape `(1, n, V)`): of the new tokens, for criteria that look at them.
+            earlier (`tuple`, *optional*): scores of the tokens before; `None` if the caller does not collect them,
+                and then criteria see none, as in plain decoding.
         """
         start = text.shape[1] - len(new)
         for i, token in enumerate(new, start=1):
@@ -141,7 +145,7 @@ class Stopping:
             if token in self.eos_ids or (self.max_length is not None and length >= self.max_length):
                 return i
             if self.others:
-                seen = scores[: len(scores) - len(new) + i] if scores else None
+                seen = None if earlier is None else earlier + scores[:, :i].unbind(1)
                 if bool(self.others(text[:, :length], seen).all()):
                     return i
         return None
@@ -156,18 +160,11 @@ class Collector:
         self.logits: tuple | None = () if self.as_dict and config.output_logits else None
 
     def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Take the rows of `(B, n, V)` tensors, one for each new token."""
+        """Take the rows of `(B, n, V)` tensors, one for each new token; copies, so that no rejected row is kept."""
         if self.scores is not None:
-            self.scores += tuple(scores.unbind(1))
+            self.scores += scores.clone().unbind(1)
         if self.logits is not None:
-            self.logits += tuple(logits.unbind(1))
-
-    def keep(self, count: int, of: int) -> None:
-        """Of the last `of` entries, keep the first `count`."""
-        if self.scores is not None:
-            self.scores = self.scores[: len(self.scores) - of + count]
-        if self.logits is not None:
-            self.logits = self.logits[: len(self.logits) - of + count]
+            self.logits += logits.clone().unbind(1)
 
     def result(self, sequences: torch.Tensor, cache, statistics: GenerationStatistics):
         """What `generate` returns: the tensor, or with `return_dict_in_generate` a [`DFlashGenerateOutput`]."""

@@ -18,7 +18,7 @@ class ProposalHead:
 
     def __init__(self, drafter: DFlashDraftModel, target: Target):
         self.head = target.head
-        self.device, self.dtype = target.device, target.model.dtype
+        self.device, self.dtype = target.device, target.head.weight.dtype
         self.token_ids = drafter.draft_token_ids
         self.rows: torch.Tensor | None = None
         if self.token_ids is not None:

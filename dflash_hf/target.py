@@ -63,8 +63,12 @@ class Target:
         self.hidden_size = text.hidden_size
         self.vocab_size = self.embedding.weight.shape[0]
         self.num_logits = text.vocab_size
-        self.device = self.head.weight.device
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head is."""
+        return self.head.weight.device
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings of `ids` `(B, n)` as the drafter was trained on them: the target's own, `(B, n, H)`."""
@@ -80,7 +84,8 @@ class Target:
             turns it into the drafter's input.
         """
         taps: dict[int, torch.Tensor] = {}
-        handles = [self._hook(i) for i in layer_ids if not self._has_hook(i)]
+        # Hooks of this call alone, whatever others hang there: what another call removes must not be missed here.
+        handles = [self._hook(i) for i in layer_ids]
         token = _taps.set(taps)
         try:
             yield taps
@@ -89,19 +94,18 @@ class Target:
             for handle in handles:
                 handle.remove()
 
-    def install_hooks(self, layer_ids: list[int]) -> list:
+    def install_hooks(self, layer_ids: list[int]) -> None:
         """
-        Put the hooks of `layer_ids` in place for good and return their handles.
+        Put hooks on the layers `layer_ids` for good.
 
         A hook that comes after the first compiled forward does not fire; one that was there before does.
         """
-        return [self._hook(i) for i in layer_ids if not self._has_hook(i)]
+        for i in layer_ids:
+            if not any(isinstance(hook, TapHook) for hook in self.layers[i]._forward_hooks.values()):
+                self._hook(i)
 
     def _hook(self, layer_id: int):
         return self.layers[layer_id].register_forward_hook(TapHook(layer_id))
-
-    def _has_hook(self, layer_id: int) -> bool:
-        return any(isinstance(hook, TapHook) for hook in self.layers[layer_id]._forward_hooks.values())
 
     def check_pair(self, drafter: DFlashDraftModel) -> None:
         """
@@ -148,7 +152,9 @@ class Target:
 
 def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Tensor:
     """
-    The tapped hidden states in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
+    Take the tapped hidden states out of `taps`, in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
+
+    They are taken out so that a hook that does not fire in the next forward cannot go unnoticed.
 
     Raises:
         `RuntimeError`: when a hook did not fire.
@@ -159,5 +165,5 @@ def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Te
             f"The forward of the target passed by the hooks of layers {missing}. If the target is compiled, attach "
             "the drafter before the first forward."
         )
-    device = taps[layer_ids[0]].device
-    return torch.cat([taps[i].to(device) for i in layer_ids], dim=-1)
+    states = [taps.pop(i) for i in layer_ids]
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)

@@ -162,6 +162,9 @@ def test_a_published_folder_saves_in_our_layout_and_loads_again(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
+FLAT = {"model_type": "dflash", "block_size": 4, "mask_token_id": 1, "target_layer_ids": [1]}
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -187,6 +190,8 @@ def test_a_published_folder_saves_in_our_layout_and_loads_again(tmp_path):
         (zlab_config(layer_types=["full_attention", "linear_attention"]), ["layer_types", "linear_attention"]),
         (zlab_config(architectures=["Qwen3ForCausalLM"], dflash_config=None), ["Qwen3ForCausalLM", "qwen3"]),
         ({"model_type": "dflash", "block_size": 4, "mask_token_id": 1}, ["target_layer_ids is missing"]),
+        ({**FLAT, "causal_layer": [True]}, ["causal_layer", "does not know"]),
+        (zlab_config(hidden_size=None, num_key_value_heads=None), ["hidden_size, num_key_value_heads is missing"]),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused_by_name(tmp_path, raw, words):

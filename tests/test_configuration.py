@@ -211,3 +211,21 @@ def test_the_auto_classes_know_the_drafter(tmp_path):
     config.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is DFlashConfig
     assert type(AutoModel.from_config(config)) is DFlashDraftModel
+
+
+def test_a_nested_configuration_is_not_taken_for_a_flat_one():
+    with pytest.raises(ValueError, match="dflash_config"):
+        DFlashConfig(dflash_config={"mask_token_id": 3})
+
+
+def test_activation_and_rope_of_full_layers_come_from_the_target():
+    text = AutoConfig.for_model("gemma3_text", num_hidden_layers=8, hidden_size=32)
+    config = DFlashConfig.from_target(text, mask_token_id=3, num_taps=2)
+    assert config.hidden_act == text.hidden_activation == "gelu_pytorch_tanh"
+    assert config.rope_parameters["rope_theta"] == text.rope_parameters["full_attention"]["rope_theta"] == 1_000_000
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(36, 0), (2, 2), (3, 2), (6, 5)])
+def test_taps_that_a_target_cannot_have_are_refused(layers, taps):
+    with pytest.raises(ValueError, match=f"num_taps={taps}.*{layers} layers"):
+        default_target_layer_ids(layers, taps)

@@ -320,7 +320,7 @@ def test_only_tapped_layers_are_kept():
     target = square_target(num_hidden_layers=5)
     drafter = drafter_for(target, 4, target_layer_ids=[0, 2])
     kept = []
-    drafter.register_forward_pre_hook(lambda *_: kept.append(sorted(dflash_hf.target._taps.get())))
+    target.register_forward_hook(lambda *_: kept.append(sorted(dflash_hf.target._taps.get())))
     speculate(target, drafter, prompt_of(5), 8)
     assert kept and all(layers == [0, 2] for layers in kept)
 
@@ -651,3 +651,47 @@ def test_mistakes_at_single_positions_cost_what_they_should():
         with counting(target) as calls:
             assert speculate(target, drafter, ids, 33).tolist() == full.tolist()
         assert len(calls) == predicted_forwards(17, 33, 8, wrong)
+
+
+def test_a_block_larger_than_the_default_of_transformers_is_verified_whole():
+    target = square_target()
+    drafter = drafter_for(target, 32)
+    speculate(target, drafter, prompt_of(5), 40)
+    assert drafter.last_statistics.rounds[0].proposed == 31
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"position_ids": torch.arange(5).expand(3, 1, 5)}, "position_ids of shape"),
+    ],
+)
+def test_what_the_loop_would_ignore_is_refused_by_name(options, word):
+    target = square_target()
+    drafter = drafter_for(target, 4)
+    with counting(target) as calls, pytest.raises(ValueError, match=word):
+        speculate(target, drafter, prompt_of(5), 5, **options)
+    assert not calls
+
+
+def test_hidden_states_of_an_earlier_forward_are_never_taken_twice():
+    target = square_target()
+    adapter = dflash_hf.target.Target(target)
+    with adapter.capture([1]) as taps:
+        target(prompt_of(4))
+        dflash_hf.target.concatenate(taps, [1])
+        with pytest.raises(RuntimeError, match=r"layers \[1\]"):
+            dflash_hf.target.concatenate(taps, [1])
+
+
+def test_a_call_that_ends_first_leaves_the_hooks_of_another():
+    target = square_target()
+    adapter = dflash_hf.target.Target(target)
+    outer = adapter.capture([1])
+    with outer as taps:
+        inner = adapter.capture([1])
+        with inner:
+            target(prompt_of(4))
+        target(prompt_of(4))
+        assert sorted(taps) == [1]

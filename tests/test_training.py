@@ -70,11 +70,12 @@ def training_arguments(folder, **fields) -> DFlashTrainingArguments:
     return DFlashTrainingArguments(output_dir=str(folder), **{**defaults, **fields})
 
 
-def make_trainer(folder, drafter, target, rows=(), **fields) -> DFlashTrainer:
+def make_trainer(folder, drafter, target, rows=(), eval_prompts=None, **fields) -> DFlashTrainer:
     return DFlashTrainer(
         drafter,
         training_arguments(folder, **fields),
         target=Target(target),
+        eval_prompts=eval_prompts,
         train_dataset=list(rows),
         data_collator=collate,
     )
@@ -149,18 +150,18 @@ def test_text_from_the_anchor_on_does_not_reach_its_block(pair):
     before = training_draft(pair, ids, [[anchor]])
     torch.testing.assert_close(training_draft(pair, other, [[anchor]]), before, atol=1e-6, rtol=0)
     # The hidden state of the anchor itself is hidden too: only its embedding, in slot 0, may be seen.
-    kept = pair.features
+    kept = pair.context_hidden_states
 
     def disturbed(*arguments):
         states = kept(*arguments).clone()
         states[:, anchor:] += 1.0
         return states
 
-    pair.features = disturbed
+    pair.context_hidden_states = disturbed
     torch.testing.assert_close(training_draft(pair, ids, [[anchor]]), before, atol=1e-6, rtol=0)
     other = ids.clone()
     other[:, anchor - 1] = (ids[:, anchor - 1] + 7) % MASK
-    pair.features = kept
+    pair.context_hidden_states = kept
     assert (training_draft(pair, other, [[anchor]]) - before).abs().max() > 1e-3
 
 
@@ -169,7 +170,7 @@ def test_features_are_the_outputs_of_the_named_layers_in_order(tmp_path):
     target, ids = tiny_target(), random_ids(2, 9)
     trainer = make_trainer(tmp_path, tiny_drafter(target, target_layer_ids=[2, 0]), target)
     states = target(ids, output_hidden_states=True).hidden_states
-    features = trainer.features(ids, torch.ones_like(ids))
+    features = trainer.context_hidden_states(ids, torch.ones_like(ids))
     torch.testing.assert_close(features, torch.cat([states[3], states[1]], dim=-1), atol=1e-6, rtol=1e-6)
     assert not features.requires_grad
 
@@ -221,7 +222,7 @@ def test_a_shortlist_scores_and_labels_its_own_tokens_only(tmp_path):
     drafter.draft_token_ids.copy_(torch.tensor([5, 9, 40]))
     trainer = make_trainer(tmp_path, drafter, target)
     states = torch.randn(2, 32)
-    torch.testing.assert_close(trainer.logits(states), target.lm_head(states)[:, [5, 9, 40]])
+    torch.testing.assert_close(trainer.head.logits(states), target.lm_head(states)[:, [5, 9, 40]])
     assert trainer.draft_ids[[5, 9, 40]].tolist() == [0, 1, 2]
     assert (trainer.draft_ids == objective.IGNORE).sum() == VOCAB - 3
     ids = torch.tensor([[1, 1, 9, 5, 40, 7, 9, 9, 5]])
@@ -580,3 +581,50 @@ def test_a_llama_like_target_gives_a_drafter_without_head_norms(tmp_path, tokeni
         tiny_target("llama"), tokenizer, recipe_arguments(tmp_path), training_arguments(tmp_path / "out", max_steps=1)
     )
     assert not DFlashDraftModel.from_pretrained(folder).config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps' needs prompts"),
+        ({"save_strategy": "best", "metric_for_best_model": "tau"}, "save_strategy='best'"),
+        ({"max_minutes": 1, "lr_scheduler_type": "constant"}, "lr_scheduler_type='constant'"),
+    ],
+)
+def test_settings_of_the_trainer_that_are_not_honoured_are_refused(tmp_path, fields, words):
+    target = tiny_target()
+    with pytest.raises(ValueError, match=words):
+        make_trainer(tmp_path, tiny_drafter(target), target, **fields)
+
+
+def test_resuming_with_another_drafter_is_refused(tmp_path, tokenizer):
+    run(tmp_path, tokenizer, save_strategy="steps", save_steps=2)
+    other = recipe_arguments(tmp_path, block_size=5)
+    with pytest.raises(ValueError, match="block_size is 4, the arguments say 5"):
+        run(tmp_path, tokenizer, other, save_strategy="steps", save_steps=2, resume_from_checkpoint="last")
+
+
+def test_a_target_that_computes_otherwise_is_not_copied():
+    target = tiny_target("llama", hidden_act="gelu")
+    drafter = tiny_drafter(target, hidden_act="silu", qk_norm=False)
+    with pytest.raises(ValueError, match="mlp of the target's layer computes something else"):
+        initialise_from_target(drafter, Target(target), random_ids(2, 8))
+
+
+def test_what_the_template_adds_after_the_end_token_carries_no_loss(tmp_path, tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <eos> <pad> {% endfor %}"
+    path = write_jsonl(tmp_path / "data.jsonl", [say("a", "b c")])
+    row = ConversationDataset(path, tokenizer, 100)[0]
+    said = [i for i, s in zip(row["input_ids"], row["supervised"], strict=True) if s]
+    assert tokenizer.convert_ids_to_tokens(said) == ["b", "c", "<eos>"]
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"])[-1] == "<pad>"
+
+
+def test_evaluation_measures_tau_by_the_real_loop(tmp_path):
+    target = tiny_target()
+    prompt = random_ids(1, 6)
+    trainer = make_trainer(tmp_path, tiny_drafter(target), target, eval_max_new_tokens=9, eval_prompts=[prompt])
+    metrics = trainer.evaluate()
+    numbers = trainer.model.last_statistics
+    assert metrics["eval_tau"] == round(8 / len(numbers.rounds), 4)
+    assert trainer.model.training

@@ -6,6 +6,10 @@ from ..configuration_dflash import DFlashConfig
 NAME = "dflash_hf (model_type dflash)"
 
 
+# Every field of the configuration, and what `save_pretrained` and Trainer write beside them.
+_KNOWN = {*DFlashConfig().to_dict(), "transformers_version", "auto_map", "use_cache"}
+
+
 def detect(raw: dict) -> bool:
     return raw.get("model_type") == DFlashConfig.model_type
 
@@ -14,4 +18,7 @@ def normalise(raw: dict) -> dict:
     for field in ("block_size", "mask_token_id", "target_layer_ids"):
         if raw.get(field) is None:
             raise ValueError(f"{field} is missing; a drafter cannot be used without it.")
+    unknown = sorted(set(raw) - _KNOWN)
+    if unknown:
+        raise ValueError(f"fields that this library does not know: {', '.join(unknown)}. A newer one may.")
     return {key: value for key, value in raw.items() if key != "model_type"}

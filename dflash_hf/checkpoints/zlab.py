@@ -24,6 +24,7 @@ _BACKBONE = (
     "eos_token_id",
     "pad_token_id",
 )
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _KNOWN = {
     "block_size",
     "mask_token_id",
@@ -67,8 +68,9 @@ def normalise(raw: dict) -> dict:
 
     fields = {name: raw[name] for name in _BACKBONE if raw.get(name) is not None}
     fields["rope_parameters"] = _rope(raw)
-    if "num_hidden_layers" not in fields:
-        raise ValueError("num_hidden_layers is missing.")
+    missing = [name for name in _REQUIRED if name not in fields]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing; a drafter's geometry cannot be guessed.")
     for name in ("block_size", "mask_token_id", "target_layer_ids"):
         fields[name] = _either(raw, nested, name)
         if fields[name] is None:

@@ -2,8 +2,8 @@
 
 import statistics as stats
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -84,10 +84,11 @@ def run(
     with _ForwardClock(target) as clock:
         start = time.perf_counter()
         output = type(target).generate(target, prompt, **options)
+        ids = output[0, prompt.shape[1] :].tolist()  # waits for the device
         seconds = time.perf_counter() - start
     forwards = clock.seconds()
     return Run(
-        ids=output[0, prompt.shape[1] :].tolist(),
+        ids=ids,
         seconds=seconds,
         forwards=len(forwards),
         step_seconds=forwards[1:],
@@ -109,8 +110,8 @@ def first_difference(
     Where two continuations part, and how near the target was to a tie there.
 
     Returns:
-        `(index, gap)`: index of the first different new token, and the float32 difference of the target's logits of
-        the two tokens after the same text. `None` when the continuations are equal.
+        `(index, gap)`: index of the first different new token, and the difference of the target's logits of the two
+        tokens after the same text, in the target's own precision. `None` when the continuations are equal.
     """
     if plain == other:
         return None
@@ -147,7 +148,7 @@ class Comparison:
 
     def rounds(self, keep: Callable[[Run], bool] = lambda run: True) -> GenerationStatistics:
         """The DFlash rounds of all prompts whose run is kept."""
-        return sum((r.statistics for r in self.runs["dflash"] if keep(r)), GenerationStatistics())
+        return sum((r.statistics for r in self.runs["dflash"] if keep(r)), GenerationStatistics(calls=0))
 
     def times(self) -> dict[str, float]:
         """
@@ -171,7 +172,7 @@ class Comparison:
 
     def summary(self) -> dict:
         """All figures of this set, ready for JSON."""
-        rounds = self.rounds()
+        rounds, times = self.rounds(), self.times()
         calm = self.rounds(lambda r: repeated_share(r.ids) <= 0.3)
         return {
             "set": self.name,
@@ -185,40 +186,41 @@ class Comparison:
             "survival": [round(rounds.survival(k), 4) for k in range(1, 1 + max(r.proposed for r in rounds.rounds))],
             "identical": len(self.runs["plain"]) - len(self.differences),
             "differences": self.differences,
-            "milliseconds": {k: round(v * 1e3, 3) for k, v in self.times().items() if k.startswith("T_")},
-            "overhead": round(self.times()["overhead"], 4),
-            "break_even_tau": round(self.times()["break_even_tau"], 4),
+            "milliseconds": {k: round(v * 1e3, 3) for k, v in times.items() if k.startswith("T_")},
+            "overhead": round(times["overhead"], 4),
+            "break_even_tau": round(times["break_even_tau"], 4),
         }
-
-    def rows(self) -> list[dict]:
-        """One dict a prompt and method, ids included, for whoever wants to look closer."""
-        return [
-            {"prompt": i, "method": m, **{k: v for k, v in asdict(r).items() if k != "statistics"}}
-            for m, runs in self.runs.items()
-            for i, r in enumerate(runs)
-        ]
 
 
 def compare(
     target: PreTrainedModel,
     drafter: DFlashDraftModel,
-    prompts: Iterable[torch.Tensor],
+    prompts: list[torch.Tensor],
     *,
     name: str,
     max_new_tokens: int,
-    methods: tuple[str, ...] = METHODS,
     on_run: Callable[[int, str, Run], None] = lambda *_: None,
 ) -> Comparison:
     """
     Decode every prompt by every method, interleaved, so that a drift of the machine's speed meets them alike.
 
+    Each method runs once on the first prompt before anything is counted, to warm up.
+
     Args:
-        prompts (iterable of `torch.LongTensor` of shape `(1, T)`): prompt ids.
+        prompts (`list[torch.LongTensor]`, each of shape `(1, T)`): prompt ids.
+        max_new_tokens (`int`): at least 2, since the first token is the prompt's.
+
+    Raises:
+        `ValueError`: for no prompts or too few tokens.
         on_run: called with prompt number, method and [`Run`] after each.
     """
-    comparison = Comparison(name, {method: [] for method in methods})
+    if not prompts or max_new_tokens < 2:
+        raise ValueError(f"{len(prompts)} prompts, max_new_tokens={max_new_tokens}: at least 1 and 2 are needed.")
+    for method in METHODS:
+        run(target, drafter, prompts[0], method, max_new_tokens=min(8, max_new_tokens))
+    comparison = Comparison(name, {method: [] for method in METHODS})
     for number, prompt in enumerate(prompts):
-        for method in methods:
+        for method in METHODS:
             result = run(target, drafter, prompt, method, max_new_tokens=max_new_tokens)
             comparison.runs[method].append(result)
             on_run(number, method, result)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -85,11 +86,8 @@ class ConversationDataset(Dataset):
         for number, row in read_jsonl(path):
             try:
                 ids, supervised = _tokenise(row, tokenizer)
-            except (KeyError, TypeError, ValueError, StopIteration) as error:
-                raise ValueError(
-                    f"{path}, line {number}: no conversation; `messages` with `role` and `content` was expected "
-                    f"({type(error).__name__}: {error})."
-                ) from error
+            except (ValueError, TemplateError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
             ids, supervised = ids[:max_length], supervised[:max_length]
             if not any(a and b for a, b in zip(supervised[:-1], supervised[1:], strict=True)):
                 self.skipped["fewer than two tokens of the target"] += 1
@@ -122,11 +120,17 @@ class ConversationDataset(Dataset):
 
 
 def _tokenise(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and which of them are in an assistant turn."""
+    """Tokens of a conversation, and which of them the target wrote."""
     if row.get("prompt_ids") and row.get("response_ids"):
         prompt, response = row["prompt_ids"], row["response_ids"]
+        if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in (prompt, response)):
+            raise ValueError("`prompt_ids` and `response_ids` must be lists of token ids.")
         return prompt + response, [False] * len(prompt) + [True] * len(response)
-    messages = row["messages"]
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages
+    ):
+        raise ValueError("no conversation; `messages`, a list of objects with `role` and `content`, was expected.")
     ids: list[int] = []
     supervised: list[bool] = []
     for i, message in enumerate(messages):
@@ -136,11 +140,16 @@ def _tokenise(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int],
         before = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
         after = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
         if after[: len(before)] != before or before[: len(ids)] != ids:
-            raise ValueError("the chat template does not render the conversation as a prefix of its continuation")
-        supervised += [False] * (len(before) - len(ids)) + [True] * (len(after) - len(before))
+            raise ValueError("the chat template does not render the conversation as a prefix of its continuation.")
+        turn = after[len(before) :]
+        said = len(turn)
+        if tokenizer.eos_token_id in turn:
+            # What a template adds after the end token, a line break perhaps, the target never writes.
+            said -= turn[::-1].index(tokenizer.eos_token_id)
+        supervised += [False] * (len(before) - len(ids)) + [True] * said + [False] * (len(turn) - said)
         ids = after
     if not ids:
-        raise ValueError("no assistant turn")
+        raise ValueError("no assistant turn.")
     return ids, supervised
 
 

@@ -1,6 +1,9 @@
 """Where a drafter starts: copies of the target's last layers train far faster at small budgets than random ones."""
 
+import copy
+
 import torch
+from torch import nn
 
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target, concatenate
@@ -39,6 +42,7 @@ def initialise_from_target(drafter: DFlashDraftModel, target: Target, sample_ids
                 f"init='target': the target's layer has {extra[0]}, the drafter has not; use init='random'."
             )
         layer.load_state_dict({name: tensor.to(layer.mlp.up_proj.weight) for name, tensor in theirs.items()})
+        _check_same_computation(layer, source)
     drafter.norm.weight.copy_(target.decoder.norm.weight)
     drafter.hidden_norm.weight.copy_(torch.stack([s.input_layernorm.weight.float() for s in copied]).mean(0))
 
@@ -52,3 +56,15 @@ def initialise_from_target(drafter: DFlashDraftModel, target: Target, sample_ids
     weight = torch.randn(hidden, len(layer_ids), hidden) * 0.5 / (len(layer_ids) * hidden) ** 0.5
     weight[:, -1] += torch.eye(hidden)
     drafter.fc.weight.copy_((weight / size.cpu().view(1, -1, 1)).flatten(1))
+
+
+def _check_same_computation(layer: nn.Module, source: nn.Module) -> None:
+    """Raise `ValueError` when equal tensors mean something else in the target: another activation, a norm of 1 + w."""
+    probe = torch.randn(4, layer.mlp.up_proj.in_features, dtype=torch.float32)
+    for name in ("input_layernorm", "mlp"):
+        ours, theirs = (copy.deepcopy(getattr(each, name)).float().cpu()(probe) for each in (layer, source))
+        if not torch.allclose(ours, theirs, atol=1e-4 * float(theirs.abs().max())):
+            raise ValueError(
+                f"init='target': {name} of the target's layer computes something else from the same weights; use "
+                "init='random'."
+            )

@@ -47,14 +47,20 @@ def train(
     checkpoint = _checkpoint(output, training_arguments.resume_from_checkpoint)
     dataset = ConversationDataset(arguments.data, tokenizer, training_arguments.max_length)
     target = Target(model)
-    drafter = DFlashDraftModel(_configuration(target, tokenizer, arguments))
-    if drafter.draft_token_ids is not None:
-        shortlist = dataset.most_frequent(arguments.draft_vocab_size, target.vocab_size)
-        drafter.draft_token_ids.copy_(torch.tensor(shortlist))
-    if arguments.init == "target" and checkpoint is None:
-        initialise_from_target(drafter, target, _sample(dataset))
+    config = _configuration(target, tokenizer, arguments)
+    if checkpoint is None:
+        drafter = DFlashDraftModel(config)
+        if drafter.draft_token_ids is not None:
+            shortlist = dataset.most_frequent(arguments.draft_vocab_size, target.vocab_size)
+            drafter.draft_token_ids.copy_(torch.tensor(shortlist))
+        if arguments.init == "target":
+            initialise_from_target(drafter, target, _sample(dataset))
+    else:
+        drafter = _resumed(checkpoint, config)
     prompts = None
     if arguments.eval_prompts:
+        if arguments.num_eval_prompts < 1:
+            raise ValueError(f"num_eval_prompts={arguments.num_eval_prompts}: at least 1.")
         prompts = [
             tokenizer.apply_chat_template(m, add_generation_prompt=True, return_tensors="pt", return_dict=False)
             for m in read_prompts(arguments.eval_prompts)[-arguments.num_eval_prompts :]
@@ -65,7 +71,7 @@ def train(
         target=target,
         eval_prompts=prompts,
         train_dataset=dataset,
-        eval_dataset=dataset,
+        eval_dataset=dataset,  # Trainer wants one to evaluate at all; `DFlashTrainer.evaluate` uses the prompts
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -89,6 +95,19 @@ def _checkpoint(output: Path, resume: str | None) -> str | None:
     if resume is not None and not Path(resume, "trainer_state.json").is_file():
         raise ValueError(f"resume_from_checkpoint={resume!r} is no checkpoint: it has no trainer_state.json.")
     return resume
+
+
+def _resumed(checkpoint: str, config: DFlashConfig) -> DFlashDraftModel:
+    """The drafter of a checkpoint, with its shortlist, if it is the one that the arguments describe."""
+    drafter = DFlashDraftModel.from_pretrained(checkpoint, dtype=torch.float32)
+    found, wanted = drafter.config.to_diff_dict(), config.to_diff_dict()
+    for field in sorted((set(found) | set(wanted)) - {"architectures", "dtype", "transformers_version"}):
+        if found.get(field) != wanted.get(field):
+            raise ValueError(
+                f"{checkpoint}: its {field} is {found.get(field)!r}, the arguments say {wanted.get(field)!r}. Resume "
+                "with the arguments of the first run, or start a new output_dir."
+            )
+    return drafter
 
 
 def _configuration(target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments) -> DFlashConfig:

@@ -8,12 +8,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from .. import masking, objective
 from ..modeling_dflash import DFlashDraftModel
+from ..proposal import ProposalHead
 from ..target import Target, concatenate
 from .arguments import DFlashTrainingArguments
 
@@ -70,6 +70,7 @@ class DFlashTrainer(Trainer):
         **kwargs,
     ):
         target.check_pair(model)
+        _check_arguments(args, eval_prompts)
         super().__init__(model, args, **kwargs)
         self.budget = TimeBudget(args.max_minutes) if args.max_minutes else None
         if self.budget:
@@ -82,17 +83,16 @@ class DFlashTrainer(Trainer):
         self.slot_weights = objective.slot_weights(config.block_size, decay, args.device)
         # Drafter id of each target id, or IGNORE for a token that the drafter cannot propose.
         self.draft_ids = torch.arange(target.vocab_size, device=args.device)
-        self.head_weight = None
         if model.draft_token_ids is not None:
             shortlist = model.draft_token_ids.to(args.device)
             self.draft_ids = torch.full_like(self.draft_ids, objective.IGNORE)
             self.draft_ids[shortlist] = torch.arange(len(shortlist), device=args.device)
-            self.head_weight = target.head.weight[shortlist]
+        self.head = ProposalHead(model, target)
         self._progress: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.model_accepts_loss_kwargs = False
 
     @torch.no_grad()
-    def features(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def context_hidden_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Tapped hidden states of the frozen target, `(B, S, M * H)`."""
         layer_ids = self.model.config.target_layer_ids
         with self.target.capture(layer_ids) as taps, torch.autocast(input_ids.device.type, enabled=False):
@@ -107,7 +107,7 @@ class DFlashTrainer(Trainer):
         labels = torch.where(labels == objective.IGNORE, labels, self.draft_ids[labels.clamp(min=0)])
 
         hidden = self.draft(model, input_ids, inputs["attention_mask"], anchors)  # [B, N, K, H]
-        logits = self.logits(hidden[:, :, 1:])  # [B, N, G, V]
+        logits = self.head.logits(hidden[:, :, 1:])  # [B, N, G, V]
         loss = objective.weighted_cross_entropy(logits, labels, self.slot_weights)
         self._record(logits.detach(), labels)
         return (loss, logits) if return_outputs else loss
@@ -133,17 +133,11 @@ class DFlashTrainer(Trainer):
         context = torch.arange(length, device=anchors.device).expand(batch, length)
         output = model(
             noise_embeds=self.target.embed(block_ids.flatten(1)).to(self.model.dtype),
-            context_hidden_states=self.features(input_ids, attention_mask).to(self.model.dtype),
+            context_hidden_states=self.context_hidden_states(input_ids, attention_mask).to(self.model.dtype),
             position_ids=torch.cat([context, slots.flatten(1)], dim=1),
             attention_mask=masks,
         )
         return output.last_hidden_state.unflatten(1, (num_blocks, block_size))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's head, or its rows for the shortlist, on drafter states `(..., H)`."""
-        if self.head_weight is None:
-            return self.target.head(hidden.to(self.target.model.dtype))
-        return F.linear(hidden.to(self.head_weight.dtype), self.head_weight)
 
     def _record(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Keep what the next log line averages: accuracy of the slots and the right prefix of full blocks."""
@@ -171,7 +165,7 @@ class DFlashTrainer(Trainer):
         drafter = self.accelerator.unwrap_model(self.model)
         drafter.eval()
         committed = rounds = 0
-        for prompt in self.eval_prompts or []:
+        for prompt in self.eval_prompts:
             self.target.model.generate(
                 prompt.to(self.args.device),
                 attention_mask=torch.ones_like(prompt).to(self.args.device),
@@ -192,7 +186,7 @@ class DFlashTrainer(Trainer):
         """With `max_minutes`, the learning rate follows a cosine over whichever is further: the steps or the clock."""
         if self.budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps) / num_training_steps
+        warmup = min(0.5, self.args.get_warmup_steps(num_training_steps) / num_training_steps)
 
         def factor(step: int) -> float:
             progress = min(1.0, max(step / num_training_steps, self.budget.progress()))
@@ -201,6 +195,7 @@ class DFlashTrainer(Trainer):
             return 0.5 * (1.0 + math.cos(math.pi * (progress - warmup) / (1.0 - warmup)))
 
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -221,3 +216,20 @@ class DFlashTrainer(Trainer):
         if limit:
             for old in sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[:-limit]:
                 shutil.rmtree(old)
+
+
+def _check_arguments(args: DFlashTrainingArguments, eval_prompts: list | None) -> None:
+    """Refuse by name the settings of `Trainer` that this trainer does not honour."""
+    if args.eval_strategy != "no" and not eval_prompts:
+        raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs prompts to measure on: give eval_prompts.")
+    if args.load_best_model_at_end or args.save_strategy == "best":
+        raise ValueError(
+            "load_best_model_at_end and save_strategy='best' are not supported; the last drafter is saved."
+        )
+    if args.max_minutes and args.lr_scheduler_type != "cosine":
+        raise ValueError(
+            f"lr_scheduler_type={args.lr_scheduler_type.value!r}: with max_minutes the learning rate follows a cosine "
+            "over the clock; leave one of the two out."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process for one GPU (CUDA_VISIBLE_DEVICES=0).")
