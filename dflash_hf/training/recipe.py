@@ -1,5 +1,6 @@
 """From a target and a file of its answers to a drafter folder: what `dflash-hf train` runs."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -149,10 +150,11 @@ def _sample(dataset: ConversationDataset, rows: int = 8, length: int = 128) -> t
 
 
 def _save(trainer: DFlashTrainer, output: Path) -> Path:
-    """Save the drafter under a temporary name, then rename it to `<output>/drafter`."""
+    """Save the drafter in the target's dtype under a temporary name, then rename it to `<output>/drafter`."""
     staging, final = output / ".drafter", output / "drafter"
     shutil.rmtree(staging, ignore_errors=True)
-    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(staging)
+    drafter = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
+    drafter.to(trainer.target.model.dtype).save_pretrained(staging)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(staging, final)
     return final
