@@ -292,10 +292,12 @@ def _print_comparison(comparison) -> None:
         f"τ without the {summary['repetitive_prompts']} answers of which more than 30 % repeats: "
         f"{summary['tau_without_repetitive']:.2f}. Text identical to plain: {summary['identical']} of {prompts}."
     )
-    for difference in summary["differences"]:
+    differences = summary["differences"]
+    if differences:
+        first, largest = differences[0], max(d["gap"] for d in differences)
         console.print(
-            f"  prompt {difference['prompt']} parts at new token {difference['index']}: logit gap "
-            f"{difference['gap']:.2e}"
+            f"First difference: prompt {first['prompt']} at new token {first['index']}, logit gap {first['gap']:.2e}; "
+            f"largest gap of the {len(differences)}: {largest:.2e}."
         )
 
 

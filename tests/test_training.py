@@ -628,3 +628,11 @@ def test_evaluation_measures_tau_by_the_real_loop(tmp_path):
     numbers = trainer.model.last_statistics
     assert metrics["eval_tau"] == round(8 / len(numbers.rounds), 4)
     assert trainer.model.training
+
+
+def test_the_drafter_is_saved_in_the_dtype_of_its_target(tmp_path, tokenizer):
+    arguments = recipe_arguments(tmp_path)
+    target = tiny_target().to(torch.bfloat16)
+    folder, trainer = recipe.train(target, tokenizer, arguments, training_arguments(tmp_path / "out", max_steps=1))
+    assert DFlashDraftModel.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+    assert trainer.model.dtype == torch.float32
