@@ -142,7 +142,7 @@ def test_example_runs(example, pair, capsys):
 
 def test_differences_are_told_with_their_gaps(pair, monkeypatch):
     gaps = iter([(3, 0.125), (7, 0.25)])
-    monkeypatch.setattr("dflash_hf.evaluation.compare.first_difference", lambda *_: next(gaps))
+    monkeypatch.setattr(sys.modules["dflash_hf.evaluation.compare"], "first_difference", lambda *_: next(gaps))
     result = invoke("demo", "--max-new-tokens", "8")
     text = " ".join(result.output.split())
     assert "First difference: prompt 0 at new token 3, logit gap 1.25e-01; largest gap of the 2: 2.50e-01." in text
