@@ -98,7 +98,7 @@ def _device():
     """The accelerator, if there is one."""
     import torch
 
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _load_target(name: str, dtype: str):

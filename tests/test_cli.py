@@ -11,7 +11,7 @@ from oracles import word_tokenizer
 from tiny import tiny_drafter, tiny_target
 from typer.testing import CliRunner
 
-from dflash_hf import DFlashDraftModel, cli, reference
+from dflash_hf import DFlashDraftModel, cli, evaluation, reference
 
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -142,8 +142,17 @@ def test_example_runs(example, pair, capsys):
 
 def test_differences_are_told_with_their_gaps(pair, monkeypatch):
     gaps = iter([(3, 0.125), (7, 0.25)])
-    monkeypatch.setattr(sys.modules["dflash_hf.evaluation.compare"], "first_difference", lambda *_: next(gaps))
+    monkeypatch.setattr(sys.modules[evaluation.compare.__module__], "first_difference", lambda *_: next(gaps))
     result = invoke("demo", "--max-new-tokens", "8")
     text = " ".join(result.output.split())
     assert "First difference: prompt 0 at new token 3, logit gap 1.25e-01; largest gap of the 2: 2.50e-01." in text
     assert "Text identical to plain: 0 of 2." in text
+
+
+def test_an_accelerator_without_a_driver_is_not_used(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: asked.append(check_available)
+    )
+    assert cli._device() == torch.device("cpu")
+    assert asked == [True]
