@@ -225,6 +225,7 @@ def test_short_texts_of_an_attending_target_have_its_law(verifier):
     drafter = drafter_for(target, 4, target_layer_ids=[0], mask_token_id=TOKENS)
     prompt = prompt_of(3) % TOKENS
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, "suppress_tokens": [TOKENS]}
+    options["attention_mask"] = torch.ones_like(prompt)  # token 0 is a word here, not padding
     texts = torch.tensor(list(itertools.product(range(TOKENS), repeat=3)))
     with torch.no_grad():
         logits = target(torch.cat([prompt.expand(64, -1), texts], dim=1)).logits[:, 2:5, :TOKENS]
