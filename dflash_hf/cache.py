@@ -65,6 +65,13 @@ def crop_to(cache: Cache, length: int) -> None:
             layer.crop(min(0, length - layer.get_seq_length()))
 
 
+def num_keys(cache: Cache | None, layer_idx: int, added: int) -> int:
+    """Keys that layer `layer_idx` gives back when it gets `added` new ones: a sliding layer, those near enough."""
+    if cache is None or layer_idx >= len(cache.layers):  # some caches make their layers at the first update
+        return added
+    return cache.layers[layer_idx].get_mask_sizes(added)[0]
+
+
 def length_of(cache: Cache) -> int:
     """Tokens that the cache stands for, as an `int` (some layers count in a tensor)."""
     length = cache.get_seq_length()

@@ -6,6 +6,9 @@ from transformers.activations import ACT2FN
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+DRAFTING = ("parallel", "autoregressive")
+CONDITIONING = ("kv", "input")
+EMBEDDING_TAP = -1  # stands among `target_layer_ids` for the output of the target's embedding
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -37,12 +40,12 @@ class DFlashConfig(PreTrainedConfig):
 
     Args:
         block_size (`int`):
-            Slots of a block, K: the anchor and K - 1 masks. One draft forward proposes K - 1 tokens.
+            Slots of a block, K: the anchor and K - 1 masks.
         mask_token_id (`int`):
             Row of the target's embedding that stands for "not known yet". It must be a row that text never uses.
         target_layer_ids (`list[int]`):
             Zero-based decoder layers of the target whose *outputs* condition the drafter, in the order in which they
-            are concatenated. Layer `i` is `hidden_states[i + 1]` of the target.
+            are concatenated. Layer `i` is `hidden_states[i + 1]` of the target, and -1 the output of its embedding.
         num_target_layers (`int`, *optional*):
             Number of decoder layers of the target, for checking the pair.
         qk_norm (`bool`, *optional*, defaults to `True`):
@@ -54,12 +57,29 @@ class DFlashConfig(PreTrainedConfig):
             Keys that a query of a sliding layer sees on each side, itself included.
         causal_layers (`list[bool]`, *optional*):
             Whether the slots of a block see only the slots before them, for each layer. Default: as the published
-            drafters were trained, sliding layers are causal inside the block and full layers are not.
+            drafters were trained, sliding layers are causal inside the block and full layers are not; with
+            autoregressive drafting all layers are.
+        sample_from_anchor (`bool`, *optional*, defaults to `False`):
+            What a slot predicts. `False`, fill-in: the token at its own position, so the anchor's slot predicts
+            nothing and a block proposes K - 1 tokens. `True`, next-token: the token after its position, so every slot
+            predicts and a block proposes K tokens. Weights trained one way are of no use the other way.
+        drafting (`str`, *optional*, defaults to `"parallel"`):
+            `"parallel"`: one forward over the anchor and K - 1 masks proposes the block. `"autoregressive"`: a forward
+            for each proposal; instead of masks the block holds the tokens drafted so far. This needs
+            `sample_from_anchor=True` and only causal layers.
+        conditioning (`str`, *optional*, defaults to `"kv"`):
+            How the features of committed tokens reach the drafter. `"kv"`: as keys and values in every layer (paper,
+            section 4.1). `"input"`: as the input sequence before the block, which passes through all layers, each
+            token seeing those before it. A drafter without features of the target is
+            `conditioning="input", target_layer_ids=[-1]`.
         draft_vocab_size (`int`, *optional*):
             Size of the shortlist of target tokens that the drafter proposes from. The ids are the buffer
             `draft_token_ids` of the model. `None`: the whole vocabulary.
         target_name (`str`, *optional*):
             Name of the target that the drafter was trained for.
+
+    The native loop of transformers (`speculation_type="dflash"`) reads neither `sample_from_anchor` nor `drafting`; it
+    is for drafters that leave them at their defaults.
 
     Raises:
         `ValueError`: when fields contradict each other; the message names the field, its value and the rule.
@@ -95,6 +115,9 @@ class DFlashConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     causal_layers: list[bool] | None = None
+    sample_from_anchor: bool = False
+    drafting: str = "parallel"
+    conditioning: str = "kv"
     draft_vocab_size: int | None = None
     target_name: str | None = None
 
@@ -106,7 +129,8 @@ class DFlashConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.causal_layers is None:
-            self.causal_layers = [kind == "sliding_attention" for kind in self.layer_types]
+            autoregressive = self.drafting == "autoregressive"
+            self.causal_layers = [autoregressive or kind == "sliding_attention" for kind in self.layer_types]
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers or 36, 5)
         super().__post_init__(**kwargs)
@@ -114,21 +138,22 @@ class DFlashConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         """Raise `ValueError` for fields that no drafter can have."""
+        taps, sliding = self.target_layer_ids, "sliding_attention" in self.layer_types
+        autoregressive = self.drafting == "autoregressive"
         rules = [
             ("block_size", self.block_size >= 2, "a block holds the anchor and at least one mask, so at least 2"),
             ("mask_token_id", self.mask_token_id >= 0, "a row of the target's embedding, so at least 0"),
             ("num_hidden_layers", self.num_hidden_layers >= 1, "at least one drafter layer"),
             ("hidden_act", self.hidden_act in ACT2FN, "an activation that transformers has"),
-            ("target_layer_ids", len(self.target_layer_ids) >= 1, "at least one target layer to tap"),
+            ("target_layer_ids", len(taps) >= 1, "at least one target layer to tap"),
             (
                 "target_layer_ids",
-                all(i >= 0 for i in self.target_layer_ids)
-                and len(set(self.target_layer_ids)) == len(self.target_layer_ids),
-                "zero-based layer ids, each once",
+                all(i >= EMBEDDING_TAP for i in taps) and len(set(taps)) == len(taps),
+                "zero-based layer ids, or -1 for the embedding, each once",
             ),
             (
                 "target_layer_ids",
-                self.num_target_layers is None or max(self.target_layer_ids) < self.num_target_layers,
+                self.num_target_layers is None or all(i < self.num_target_layers for i in taps),
                 f"layers of a target of {self.num_target_layers} layers",
             ),
             ("layer_types", len(self.layer_types) == self.num_hidden_layers, "one entry for each drafter layer"),
@@ -136,8 +161,20 @@ class DFlashConfig(PreTrainedConfig):
             ("causal_layers", len(self.causal_layers) == self.num_hidden_layers, "one entry for each drafter layer"),
             (
                 "sliding_window",
-                "sliding_attention" not in self.layer_types or (self.sliding_window or 0) >= 1,
+                not sliding or (self.sliding_window or 0) >= 1,
                 "a positive window, since layer_types has sliding layers",
+            ),
+            ("drafting", self.drafting in DRAFTING, f"one of {DRAFTING}"),
+            ("conditioning", self.conditioning in CONDITIONING, f"one of {CONDITIONING}"),
+            (
+                "sample_from_anchor",
+                self.sample_from_anchor or not autoregressive,
+                "True with drafting='autoregressive', where each slot predicts the token after it",
+            ),
+            (
+                "causal_layers",
+                all(self.causal_layers) or not autoregressive,
+                "True for every layer with drafting='autoregressive', where later slots are not drafted yet",
             ),
             (
                 "num_key_value_heads",
@@ -150,14 +187,15 @@ class DFlashConfig(PreTrainedConfig):
                 f"between 1 and vocab_size={self.vocab_size}",
             ),
         ]
+        values = vars(self)
         for field, holds, rule in rules:
             if not holds:
-                raise ValueError(f"DFlashConfig: {field}={getattr(self, field)!r}; the rule: {rule}.")
+                raise ValueError(f"DFlashConfig: {field}={values[field]!r}; the rule: {rule}.")
 
     @property
     def num_proposals(self) -> int:
-        """Tokens that one draft forward proposes (γ): every slot but the anchor's."""
-        return self.block_size - 1
+        """Tokens that a block proposes (γ), each by one of its last slots: all slots, or all but the anchor's."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @classmethod
     def from_target(

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from . import cache as caches
 from . import compat, verification
+from .configuration_dflash import EMBEDDING_TAP
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
 from .modeling_dflash import DFlashDraftModel
 from .outputs import Collector, Processing, Stopping
@@ -51,7 +52,8 @@ class DecodeState:
         mask (`torch.LongTensor` of shape `(1, committed_pos)`, *optional*): 0 for padding; `None` without padding.
         committed_pos (`int`): index of the anchor; both caches belong to the tokens before it.
         anchor_position (`torch.LongTensor` of shape `(1, 1)`): what `position_ids` says of the anchor.
-        context (`torch.Tensor` of shape `(1, new, M * H)`): tapped hidden states that the drafter has not seen.
+        context (`torch.Tensor` of shape `(1, new, M * H)`): tapped hidden states that the drafter has not seen; `None`
+            before the prompt.
         context_positions (`torch.LongTensor` of shape `(1, new)`): their positions.
         finished (`bool`): the text has ended.
     """
@@ -69,8 +71,7 @@ class DecodeState:
     def roll_back(self) -> None:
         """Forget everything that is not committed."""
         caches.crop_to(self.target_cache, self.committed_pos)
-        covered = self.context.shape[1] if self.context is not None else 0
-        caches.crop_to(self.draft_cache, self.committed_pos - covered)
+        caches.crop_to(self.draft_cache, self.committed_pos - self.context.shape[1])
 
 
 class Decoding:
@@ -91,6 +92,7 @@ class Decoding:
     ):
         self.target, self.drafter, self.state = target, drafter, state
         self.head = ProposalHead(drafter, target)
+        self.layer_ids = drafter.config.target_layer_ids
         self.processing = Processing(processors)
         self.stopping = Stopping(criteria)
         self.collector = Collector(config)
@@ -110,6 +112,8 @@ class Decoding:
         state, model = self.state, self.target.model
         positions = model_kwargs.get("position_ids")
         inputs = model.prepare_inputs_for_generation(state.text, is_first_iteration=True, **model_kwargs)
+        if EMBEDDING_TAP in self.layer_ids and inputs.get("inputs_embeds") is not None:
+            taps[EMBEDDING_TAP] = inputs["inputs_embeds"]  # the embedding itself is not called then
         outputs = model(**inputs, return_dict=True)
         logits = outputs.logits[:, -1:].to(state.text.device, torch.float32, copy=True)  # [1, 1, V]
         caches.start_recording(state.target_cache)
@@ -118,10 +122,12 @@ class Decoding:
             positions = torch.arange(state.committed_pos, device=state.text.device).unsqueeze(0)
         state.anchor_position = positions[:, -1:] + 1
         scores = self.processing(state.text, logits, state.text[:, :0])
-        state.context = concatenate(taps, self.drafter.config.target_layer_ids)
+        state.context = concatenate(taps, self.layer_ids)
         state.context_positions = positions
-        self._extend(self._choose(scores), scores, logits)
-        self._stream(1)
+        first = self._choose(scores)
+        ids = first[0].tolist()
+        self._extend(first, ids, scores, logits)
+        self._stream(ids)
         self.prefilled = self.watch.mark()
 
     def round(self, taps: dict[int, torch.Tensor]) -> None:
@@ -137,15 +143,16 @@ class Decoding:
             scores = self.processing(state.text, logits, proposals)
             verdict = self._judge(scores, q, proposals)
             # The one point of a round where the device has to be waited for.
-            accepted = int(verdict.accepted)
+            accepted, token, *ids = torch.cat([*verdict, proposals[0]]).tolist()
+            ids = [*ids[:accepted], token]
             new = torch.cat([proposals[:, :accepted], verdict.token.unsqueeze(1)], dim=1)
-            context = concatenate(taps, self.drafter.config.target_layer_ids)
-            committed = self._extend(new, scores, logits)
+            context = concatenate(taps, self.layer_ids)
+            committed = self._extend(new, ids, scores, logits)
         except BaseException:
             state.roll_back()
             raise
         self.commit(context[:, :committed])
-        self._stream(committed)
+        self._stream(ids[:committed])
         self.marks.append((width, accepted, committed, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -158,29 +165,52 @@ class Decoding:
         state = self.state
         if width == 0:
             return state.text[:, :0], state.text.new_zeros((1, 0, self.target.num_logits), dtype=torch.float32)
-        self.block[:, 0] = state.text[:, -1]
-        slots = torch.arange(self.block.shape[1], device=state.text.device)
-        positions = torch.cat([state.context_positions, state.anchor_position + slots], dim=1)
+        if self.drafter.config.drafting == "autoregressive":
+            proposals, q = self._draft_one_by_one(width)
+        else:
+            self.block[:, 0] = state.text[:, -1]
+            hidden = self._denoise(self.block)[:, -self.drafter.config.num_proposals :]
+            proposals, q = self._propose(state.text, hidden[:, :width])
+        caches.crop_to(state.draft_cache, state.committed_pos)
+        return proposals, q
+
+    def _draft_one_by_one(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A forward for each proposal; the draft cache holds the block's earlier slots meanwhile."""
+        text, laws = self.state.text, []
+        for i in range(width):
+            proposal, q = self._propose(text, self._denoise(text[:, -1:], start=i))
+            text = torch.cat([text, proposal], dim=1)
+            laws.append(q)
+        return text[:, -width:], torch.cat(laws, dim=1) if self.rejecting else None
+
+    def _denoise(self, ids: torch.Tensor, *, start: int = 0) -> torch.Tensor:
+        """Hidden states `(1, n, H)` of the block's slots from `start` on, which hold `ids` `(1, n)`."""
+        state = self.state
+        positions = state.anchor_position + torch.arange(start, start + ids.shape[1], device=ids.device)
         mask = state.mask
         if mask is not None:
-            mask = torch.cat([mask, torch.ones_like(self.block)], dim=1).to(self.drafter.device)
+            mask = torch.cat([mask, mask.new_ones((1, start + ids.shape[1]))], dim=1).to(self.drafter.device)
         hidden = self.drafter(
-            noise_embeds=self.target.embed(self.block).to(self.drafter.device, self.drafter.dtype),
+            noise_embeds=self.target.embed(ids).to(self.drafter.device, self.drafter.dtype),
             context_hidden_states=state.context.to(self.drafter.device, self.drafter.dtype),
-            position_ids=positions.to(self.drafter.device),
+            position_ids=torch.cat([state.context_positions, positions], dim=1).to(self.drafter.device),
             attention_mask=mask,
             **{compat.CACHE: state.draft_cache},
-        ).last_hidden_state  # [1, K, H]
-        caches.crop_to(state.draft_cache, state.committed_pos)
-        state.context = None
+        ).last_hidden_state
+        # New tensors, since a slice would keep the features of the whole prompt.
+        state.context = state.context.new_empty((1, 0, state.context.shape[-1]))
+        state.context_positions = state.context_positions.new_empty((1, 0))
+        return hidden
 
-        logits = self.head.logits(hidden[:, 1 : 1 + width])  # [1, width, shortlist or V]
+    def _propose(self, text: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Proposals of the slots with hidden states `(1, n, H)`, the first of which follows `text`, and their law."""
+        logits = self.head.logits(hidden)  # [1, n, shortlist or V]
         if not self.rejecting and not self.processing:
-            return self.head.greedy(logits).to(state.text.device), None
-        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(state.text.device)
+            return self.head.greedy(logits).to(text.device), None
+        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(text.device)
         if not self.rejecting:
-            return self.processing.walk(state.text, logits, lambda scores: scores.argmax(-1))[0], None
-        proposals, scores = self.processing.walk(state.text, logits, lambda s: verification.draw(s.softmax(-1)))
+            return self.processing.walk(text, logits, lambda scores: scores.argmax(-1))[0], None
+        proposals, scores = self.processing.walk(text, logits, lambda s: verification.draw(s.softmax(-1)))
         return proposals, scores.softmax(-1)
 
     def verify(self, proposals: torch.Tensor) -> torch.Tensor:
@@ -198,7 +228,7 @@ class Decoding:
         """Move both caches and the pending context to the new anchor; `context` is that of the tokens it passes."""
         state, count = self.state, context.shape[1]
         positions = state.anchor_position + torch.arange(count, device=state.text.device)
-        if state.context is not None:  # nothing was drafted, so the drafter has not seen the earlier context either
+        if state.context.shape[1]:  # nothing was drafted, so the drafter has not seen the earlier context either
             context = torch.cat([state.context, context], dim=1)
             positions = torch.cat([state.context_positions, positions], dim=1)
         state.context, state.context_positions = context, positions
@@ -217,21 +247,23 @@ class Decoding:
         ]
         return GenerationStatistics(self.prompt_tokens, seconds(self.start, self.prefilled), rounds)
 
-    def _extend(self, new: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> int:
-        """Append the tokens `new` `(1, n)` up to the first that stops the text, and say how many they were."""
+    def _extend(self, new: torch.Tensor, ids: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
+        """
+        Append the tokens `new` `(1, n)`, which are `ids`, up to the first that stops the text; say how many they were.
+        """
         state, width = self.state, new.shape[1]
         text = torch.cat([state.text, new], dim=1)
-        stop = self.stopping.first_stop(text, new[0].tolist(), scores[:, :width], self.collector.scores)
+        stop = self.stopping.first_stop(text, ids, scores[:, :width], self.collector.scores)
         count = stop or width
         self.collector.add(scores[:, :count], logits[:, :count])
         state.text = text[:, : text.shape[1] - width + count]
         state.finished = stop is not None
         return count
 
-    def _stream(self, count: int) -> None:
-        """Hand the last `count` tokens of the text to the streamer."""
+    def _stream(self, ids: list[int]) -> None:
+        """Hand the tokens `ids`, just committed, to the streamer."""
         if self.streamer is not None:
-            self.streamer.put(self.state.text[0, -count:].cpu())
+            self.streamer.put(torch.tensor(ids))
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """The target's own tokens: argmax or a draw."""
@@ -295,7 +327,7 @@ def decode(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     try:
-        with target.capture(drafter.config.target_layer_ids) as taps:
+        with target.capture(decoding.layer_ids) as taps:
             decoding.prefill(taps, model_kwargs)
             while not state.finished:
                 decoding.round(taps)

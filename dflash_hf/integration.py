@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from .decoding import VERIFIERS, decode
 from .modeling_dflash import DFlashDraftModel
-from .target import TapHook, Target
+from .target import Target
 
 
 logger = logging.get_logger(__name__)
@@ -87,10 +87,7 @@ def attach(
 def detach(target: PreTrainedModel) -> None:
     """Undo [`attach`]: `target.generate` is the class's again and the hooks are gone. Without attachment, nothing."""
     vars(target).pop("generate", None)
-    for layer in Target(target).layers:
-        for key, hook in list(layer._forward_hooks.items()):
-            if isinstance(hook, TapHook):
-                del layer._forward_hooks[key]
+    Target(target).remove_hooks()
 
 
 def custom_generate(

@@ -22,7 +22,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import logging
 
-from . import checkpoints, compat, masking
+from . import attention, checkpoints, compat, masking  # noqa: F401 (attention registers itself)
+from . import cache as caches
 from .configuration_dflash import DFlashConfig
 
 
@@ -41,7 +42,8 @@ class DFlashAttention(nn.Module):
     Attention of a block over [context ; block] (paper, section 4.1).
 
     Queries come from the block alone. Keys and values of the context are projected from the fused features, which
-    skip the layer's input norm, the residual stream and the MLP.
+    skip the layer's input norm, the residual stream and the MLP. With `conditioning="input"` the features are part of
+    `hidden_states` instead, before the block.
     """
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
@@ -72,7 +74,7 @@ class DFlashAttention(nn.Module):
         hidden_states: torch.Tensor,
         features: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | masking.BlockMask | None,
         cache: Cache | None,
     ) -> torch.Tensor:
         """
@@ -80,7 +82,7 @@ class DFlashAttention(nn.Module):
             hidden_states (`torch.Tensor` of shape `(B, slots, H)`): the block, normed.
             features (`torch.Tensor` of shape `(B, new, H)`): committed tokens that the cache does not hold yet.
             rotary (`tuple` of two tensors of shape `(B, new + slots, head_dim)`): cosine and sine.
-            attention_mask (`torch.Tensor` of shape `(B, slots, T + slots)`, *optional*): True where a slot sees.
+            attention_mask (*optional*): which of the `T + slots` keys each slot sees, in the form of the backend.
 
         Returns:
             `torch.Tensor` of shape `(B, slots, H)`.
@@ -95,17 +97,13 @@ class DFlashAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
-        implementation = self.config._attn_implementation
-        if attention_mask is not None:
-            # The cache of a sliding layer returns only the last keys of the context.
-            attention_mask = attention_mask[..., -key.shape[-2] :]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
             self,
             query,
             key,
             value,
-            masking.for_backend(attention_mask, implementation, query.dtype),
+            attention_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
         )
@@ -197,22 +195,24 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
         Args:
             noise_embeds (`torch.Tensor` of shape `(B, slots, H)`):
-                Target embeddings of the anchor and the masks; when training, of N blocks one after the other.
+                Target embeddings of the anchor and the masks (with autoregressive drafting, of the tokens drafted so
+                far); when training, of N blocks one after the other.
             context_hidden_states (`torch.Tensor` of shape `(B, new, M * H)`):
                 Tapped hidden states of the committed tokens that the cache does not hold yet.
             position_ids (`torch.LongTensor` of shape `(B, new + slots)`, *optional*):
                 Positions of the new committed tokens and of the slots. Default: what follows the cache.
             attention_mask (`torch.Tensor` of shape `(B, T + slots)` or `dict`, *optional*):
-                0 for padding. Or, when training, a bool mask of shape `(B, slots, T + slots)` for each
-                `(window, causal)` that occurs among the layers.
+                0 for padding. Or, when training without a cache, a mask as of [`~masking.training_mask`] for each
+                `(window, causal)` that occurs among the layers: of shape `(B, slots, new + slots)`, or with
+                `conditioning="input"` `(B, new + slots, new + slots)`.
             cache (`Cache`, *optional*):
                 Keys and values of earlier context. Context *and* block are appended; the caller crops the block.
             past_key_values (`Cache`, *optional*):
                 The name of `cache` before transformers 5.24.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` of shape `(B, slots, H)`. Slot `i` of a block predicts the
-            token at its own position; slot 0, the anchor's, predicts nothing.
+            `BaseModelOutputWithPast`: `last_hidden_state` of shape `(B, slots, H)`. The last `config.num_proposals`
+            slots of a block predict: the token at their own position, or with `sample_from_anchor` the one after it.
         """
         cache = cache if cache is not None else past_key_values
         features = self.fuse(context_hidden_states)
@@ -222,23 +222,45 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             stop = num_context + num_slots
             position_ids = torch.arange(stop - num_slots - num_new, stop, device=noise_embeds.device).unsqueeze(0)
         if not isinstance(attention_mask, dict):
-            attention_mask = {
-                (window, causal): masking.drafting_mask(
-                    num_context, num_slots, window=window, causal=causal, padding=attention_mask, device=self.device
-                )
-                for window, causal in self.layer_kinds()
-            }
+            attention_mask = self._drafting_masks(num_context, num_new, num_slots, attention_mask, cache)
+        implementation = self.config._attn_implementation
+        masks = {
+            kind: masking.for_backend(mask, implementation, noise_embeds.dtype)
+            for kind, mask in attention_mask.items()
+        }
 
         rotary = self.rotary_emb(noise_embeds, position_ids)
         hidden_states = noise_embeds
+        if self.config.conditioning == "input":
+            # The features pass through the layers as tokens do, and nothing is injected.
+            hidden_states, features = torch.cat([features, noise_embeds], dim=1), features[:, :0]
         for layer in self.layers:
-            mask = attention_mask[layer.self_attn.window, layer.self_attn.causal]
+            mask = masks[layer.self_attn.window, layer.self_attn.causal]
             hidden_states = layer(hidden_states, features, rotary, mask, cache)
-        return BaseModelOutputWithPast(**{"last_hidden_state": self.norm(hidden_states), compat.CACHE: cache})
+        hidden_states = self.norm(hidden_states[:, -num_slots:])
+        return BaseModelOutputWithPast(**{"last_hidden_state": hidden_states, compat.CACHE: cache})
 
-    def layer_kinds(self) -> set[tuple[int | None, bool]]:
-        """The `(window, causal)` pairs that occur among the layers: each needs a mask of its own."""
-        return {(layer.self_attn.window, layer.self_attn.causal) for layer in self.layers}
+    def _drafting_masks(
+        self, num_context: int, num_new: int, num_slots: int, padding: torch.Tensor | None, cache: Cache | None
+    ) -> dict[tuple[int | None, bool], torch.Tensor | None]:
+        """The mask of one block for each kind of layer, over the keys that such a layer gets from its cache."""
+        return {
+            (window, causal): masking.drafting_mask(
+                num_context,
+                num_slots,
+                window=window,
+                causal=causal,
+                padding=padding,
+                context_queries=num_new if self.config.conditioning == "input" else 0,
+                num_keys=caches.num_keys(cache, layer_idx, num_new + num_slots),
+                device=self.device,
+            )
+            for (window, causal), layer_idx in self.layer_kinds().items()
+        }
+
+    def layer_kinds(self) -> dict[tuple[int | None, bool], int]:
+        """The `(window, causal)` pairs that occur, each with a layer of its kind: each needs a mask of its own."""
+        return {(layer.self_attn.window, layer.self_attn.causal): i for i, layer in enumerate(self.layers)}
 
     def _supports_logits_to_keep(self) -> bool:
         """Asked of every assistant by transformers; a drafter returns no logits."""

@@ -12,6 +12,9 @@ class ProposalHead:
     """
     The target's head for the drafter, or its rows for the tokens that the drafter proposes from.
 
+    The rows are copied at every call: that takes about as long as one draft's logits, and a copy that outlived the
+    call would not notice a head that is changed in place.
+
     Args:
         drafter (`DFlashDraftModel`), target (`Target`): the pair.
     """
@@ -25,7 +28,7 @@ class ProposalHead:
             self.token_ids = self.token_ids.to(self.device)
             # A head that is a plain matrix need not compute the rows that nobody reads.
             if type(self.head) is nn.Linear and self.head.weight.device == self.device:
-                self.rows = self.head.weight[self.token_ids]
+                self.rows = self.head.weight.index_select(0, self.token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of slots `(B, G, H)`, over the shortlist if there is one: `(B, G, V)`, float32."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .configuration_dflash import EMBEDDING_TAP
 from .modeling_dflash import DFlashDraftModel
 
 
@@ -18,7 +19,7 @@ _taps: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dflash_hf_taps",
 
 
 class TapHook:
-    """Forward hook of one decoder layer: hands the layer's output to the call that listens, if one does."""
+    """Forward hook of a decoder layer or of the embedding: hands its output to the call that listens, if one does."""
 
     def __init__(self, layer_id: int):
         self.layer_id = layer_id
@@ -71,13 +72,21 @@ class Target:
         return self.head.weight.device
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of `ids` `(B, n)` as the drafter was trained on them: the target's own, `(B, n, H)`."""
-        return self.embedding(ids)
+        """
+        Embeddings of `ids` `(B, n)` as the drafter was trained on them: the target's own, `(B, n, H)`.
+
+        They are not taken for a tap of the embedding.
+        """
+        token = _taps.set(None)
+        try:
+            return self.embedding(ids)
+        finally:
+            _taps.reset(token)
 
     @contextmanager
     def capture(self, layer_ids: list[int]) -> Iterator[dict[int, torch.Tensor]]:
         """
-        Collect the outputs of the decoder layers `layer_ids` while the context is open.
+        Collect the outputs of the decoder layers `layer_ids` (-1: the embedding) while the context is open.
 
         Yields:
             `dict[int, torch.Tensor]`: layer id to hidden state `(B, n, H)` of the latest forward. [`concatenate`]
@@ -96,16 +105,26 @@ class Target:
 
     def install_hooks(self, layer_ids: list[int]) -> None:
         """
-        Put hooks on the layers `layer_ids` for good.
+        Put hooks on the layers `layer_ids` for good, until [`~Target.remove_hooks`].
 
         A hook that comes after the first compiled forward does not fire; one that was there before does.
         """
         for i in layer_ids:
-            if not any(isinstance(hook, TapHook) for hook in self.layers[i]._forward_hooks.values()):
+            if not any(isinstance(hook, TapHook) for hook in self._tapped(i)._forward_hooks.values()):
                 self._hook(i)
 
+    def remove_hooks(self) -> None:
+        """Take off every [`TapHook`]."""
+        for module in (self.embedding, *self.layers):
+            for key, hook in list(module._forward_hooks.items()):
+                if isinstance(hook, TapHook):
+                    del module._forward_hooks[key]
+
     def _hook(self, layer_id: int):
-        return self.layers[layer_id].register_forward_hook(TapHook(layer_id))
+        return self._tapped(layer_id).register_forward_hook(TapHook(layer_id))
+
+    def _tapped(self, layer_id: int) -> nn.Module:
+        return self.embedding if layer_id == EMBEDDING_TAP else self.layers[layer_id]
 
     def check_pair(self, drafter: DFlashDraftModel) -> None:
         """

@@ -351,6 +351,28 @@ def test_returned_cache_serves_plain_generate():
         assert text.tolist() == full.tolist()
 
 
+def test_a_round_waits_for_the_device_once(monkeypatch):
+    target, ids, full = greedy_text("none, qwen3", "sdpa", 17)
+    drafter = drafter_for(target, 8)
+    script(drafter, target, full, at_rate(0.3))
+    waits = []
+
+    def waiting(name):
+        wait = getattr(torch.Tensor, name)
+
+        def noting(self, *args):
+            if sys._getframe(1).f_code.co_filename == dflash_hf.decoding.__file__:
+                waits.append(name)
+            return wait(self, *args)
+
+        return noting
+
+    for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, waiting(name))
+    assert speculate(target, drafter, ids, 33).tolist() == full.tolist()
+    assert waits == ["tolist"] * drafter.last_statistics.target_forwards
+
+
 # -------------------------------------------------------------------------------------------------------- failures
 class Broken(Exception):
     """What the tests raise inside a call."""

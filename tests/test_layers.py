@@ -13,11 +13,12 @@ PACKAGE = "__init__"  # the package itself, above every room
 LEVELS = [
     {"configuration_dflash", "compat"},
     {"checkpoints", "masking", "verification", "objective", "metrics"},
-    {"proposal", "target", "cache", "outputs", "modeling_dflash"},
+    {"attention", "proposal", "target", "cache", "outputs", "modeling_dflash"},
     {"decoding"},
     {"integration"},
     {"evaluation", "reference", "training"},
     {"cli"},
+    {"__main__"},
     {PACKAGE},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

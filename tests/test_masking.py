@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import draft_cache, draft_inputs, sliding, tiny_drafter, tiny_target
 
+from dflash_hf import masking
 from dflash_hf.masking import drafting_mask, for_backend, training_mask
 
 
@@ -22,6 +23,11 @@ def sees(anchor: int, slot: int, key: int, *, window: int | None, causal: bool, 
     if same_block is None:
         return key < anchor
     return same_block and (key <= query or not causal)
+
+
+def context_sees(query: int, key: int, *, window: int | None) -> bool:
+    """Whether the committed token at index `query`, where it is a query, sees the one at index `key`."""
+    return key <= query and (window is None or query - key < window)
 
 
 def naive_drafting_mask(num_context, block_size, window, causal, padding):
@@ -98,6 +104,63 @@ def test_training_mask_is_the_rule(seed):
     assert torch.equal(training_mask(anchors, block_size, valid, window=window, causal=causal), expected)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_drafting_mask_with_queries_of_the_context_is_the_rule(seed):
+    draw = random.Random(seed)
+    num_context, block_size, window = draw.randint(1, 8), draw.randint(1, 4), draw.choice([None, 1, 3, 20])
+    causal, num_new, total = draw.random() < 0.5, draw.randint(1, num_context), num_context + block_size
+    padding = [[int(k >= draw.randint(0, num_context)) for k in range(total)] for _ in range(2)]
+    padding = [[*row[:num_context], *[1] * block_size] for row in padding]
+    mask = drafting_mask(
+        num_context,
+        block_size,
+        window=window,
+        causal=causal,
+        padding=torch.tensor(padding),
+        context_queries=num_new,
+    )
+    assert mask.shape == (2, num_new + block_size, total)
+    assert torch.equal(mask[:, num_new:], naive_drafting_mask(num_context, block_size, window, causal, padding))
+    for row, pad in zip(mask.tolist(), padding, strict=True):
+        for i, query in enumerate(range(num_context - num_new, num_context)):
+            assert row[i] == [
+                context_sees(query, k, window=window) and k < num_context and (bool(pad[k]) or k == query)
+                for k in range(total)
+            ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_training_mask_with_queries_of_the_context_is_the_rule(seed):
+    draw = random.Random(seed)
+    length, block_size, window = draw.randint(2, 9), draw.randint(2, 4), draw.choice([None, 1, 3, 20])
+    causal, anchors = draw.random() < 0.5, torch.tensor([[draw.randrange(length) for _ in range(2)] for _ in range(2)])
+    valid = torch.tensor([[draw.random() < 0.8 for _ in range(length)] for _ in range(2)])
+    document = torch.tensor([sorted(draw.randrange(3) for _ in range(length)) for _ in range(2)])
+    mask = training_mask(
+        anchors, block_size, valid, window=window, causal=causal, document=document, context_queries=True
+    )
+    assert torch.equal(mask[:, length:], naive_training_mask(anchors, block_size, valid, window, causal, document))
+    for row, v, d in zip(mask.tolist(), valid.tolist(), document.tolist(), strict=True):
+        for query in range(length):
+            context = [
+                context_sees(query, k, window=window) and d[k] == d[query] and (v[k] or k == query)
+                for k in range(length)
+            ]
+            assert row[query] == context + [False] * (2 * block_size)
+
+
+@pytest.mark.parametrize("context_queries", [0, 2])
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])])
+def test_a_mask_over_the_last_keys_is_the_end_of_the_mask_over_all(context_queries, padding):
+    options = {"window": 2, "causal": False, "padding": padding, "context_queries": context_queries}
+    whole = drafting_mask(6, 3, **options)
+    for num_keys in range(3 + context_queries, 10):
+        assert torch.equal(drafting_mask(6, 3, num_keys=num_keys, **options), whole[..., -num_keys:])
+    # Nothing is hidden when all the keys there are lie in the window.
+    assert drafting_mask(6, 3, window=4, causal=False, num_keys=4) is None
+    assert drafting_mask(6, 3, window=4, causal=False, num_keys=5) is not None
+
+
 def test_a_block_sees_neither_its_anchor_in_the_context_nor_anything_after_it():
     mask = training_mask(torch.tensor([[5, 2]]), 3, torch.ones(1, 9, dtype=torch.bool), window=None, causal=False)
     assert mask.shape == (1, 6, 15)
@@ -119,7 +182,7 @@ def test_every_query_sees_something_even_in_a_block_of_padding():
         (8, False, None, True),
         (7, False, None, False),
         (None, True, None, False),
-        (None, False, torch.ones(1, 8), False),
+        (None, False, torch.ones(1, 8, dtype=torch.long), False),
     ],
 )
 def test_there_is_no_mask_only_when_nothing_can_be_hidden(window, causal, padding, none):
@@ -178,6 +241,21 @@ def test_flex_attention_drafts_the_same():
         flex = drafter(**inputs).last_hidden_state
         drafter.set_attn_implementation("sdpa")
         torch.testing.assert_close(flex, drafter(**inputs).last_hidden_state, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_are_made_for_the_backend_once_for_each_kind_of_layer(monkeypatch):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+    drafter = tiny_drafter(
+        tiny_target(),
+        num_hidden_layers=5,
+        layer_types=kinds,
+        sliding_window=5,
+        causal_layers=[True, False, True, False, True],
+    )
+    made = []
+    monkeypatch.setattr(masking, "for_backend", lambda *args: made.append(args) or for_backend(*args))
+    drafter(**draft_inputs(drafter.config, 6))
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"])
