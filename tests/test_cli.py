@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 from dflash_hf import DFlashDraftModel, cli, evaluation, reference
 
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -30,7 +28,7 @@ def pair(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(reference, "drafter_folder", lambda: drafter)
     monkeypatch.setattr(reference, "is_ready", lambda: True)
-    monkeypatch.setattr(cli, "DEMO_PROMPTS", ("<5> <9> <11>", "<7> <3>"))
+    monkeypatch.setattr(cli.decode, "DEMO_PROMPTS", ("<5> <9> <11>", "<7> <3>"))
     return target, tokenizer
 
 
@@ -71,8 +69,8 @@ def test_tokens_of_the_drafter_are_coloured_in_a_terminal(pair, monkeypatch):
     from rich.console import Console
 
     console = Console(force_terminal=True, color_system="standard", highlight=False, width=200)
-    monkeypatch.setattr(cli, "console", console)
-    streamer = cli.BlockStreamer(pair[1])
+    monkeypatch.setattr(cli.decode, "console", console)
+    streamer = cli.decode.BlockStreamer(pair[1])
     with console.capture() as capture:
         streamer.put(torch.tensor([[1, 2]]))
         streamer.put(torch.tensor([5]))
@@ -133,13 +131,6 @@ def test_errors_are_one_line_and_a_status(arguments, words, tmp_path):
         assert word in last[0]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example, pair, capsys):
-    assert len(example.read_text().splitlines()) < 60
-    exec(compile(example.read_text(), example.name, "exec"), {"__name__": "__main__"})
-    assert "tau" in capsys.readouterr().out
-
-
 def test_differences_are_told_with_their_gaps(pair, monkeypatch):
     gaps = iter([(3, 0.125), (7, 0.25)])
     monkeypatch.setattr(sys.modules[evaluation.compare.__module__], "first_difference", lambda *_: next(gaps))
@@ -154,5 +145,5 @@ def test_an_accelerator_without_a_driver_is_not_used(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: asked.append(check_available)
     )
-    assert cli._device() == torch.device("cpu")
+    assert cli.shared.device() == torch.device("cpu")
     assert asked == [True]

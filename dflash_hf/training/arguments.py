@@ -1,8 +1,17 @@
 """What `dflash-hf train` takes beyond `transformers.TrainingArguments`."""
 
+import math
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
+
+
+LOSSES = ("ce", "kl", "tv")
+WEIGHTS = ("decay", "uniform", "d-pace")
+ANCHORS = ("random", "grid")
+CONDITIONING = ("kv", "input", "none")
+DRAFTING = ("parallel", "autoregressive")
 
 
 @dataclass
@@ -14,10 +23,28 @@ class DrafterArguments:
         default="reference", metadata={"help": "A folder, a Hub repository, or `reference` for the embedded target."}
     )
     target_dtype: str = field(default="bfloat16", metadata={"help": "Precision of the frozen target."})
-    eval_prompts: str | None = field(
-        default=None, metadata={"help": "JSONL file of prompts; acceptance is measured on them by the real loop."}
+    enable_thinking: bool | None = field(
+        default=None, metadata={"help": "Passed to chat templates that know it, when rows are rendered."}
     )
-    num_eval_prompts: int = field(default=16, metadata={"help": "How many of the last rows of `eval_prompts` to use."})
+    pack: bool = field(default=False, metadata={"help": "Several texts share a row of max_length, kept apart."})
+    features: str | None = field(
+        default=None, metadata={"help": "Folder that keeps the target's features on disk, for the next visits."}
+    )
+    num_eval_rows: int = field(
+        default=0, metadata={"help": "So many of the last rows of `data` are measured on and not trained on."}
+    )
+    eval_prompts: str | None = field(
+        default=None,
+        metadata={"help": "JSONL file of prompts to measure τ on by the real loop; default: those of the eval rows."},
+    )
+    num_eval_prompts: int = field(default=16, metadata={"help": "How many of the last of them to use."})
+    init_from: str = field(
+        default="target",
+        metadata={
+            "help": "`target`: copies of the target's last layers; `random`; or the folder or Hub repository of a "
+            "drafter, whose geometry is then kept."
+        },
+    )
     drafter_layers: int = field(default=3, metadata={"help": "Layers of the drafter."})
     block_size: int = field(default=8, metadata={"help": "Slots of a block: the anchor and block_size - 1 masks."})
     num_taps: int = field(default=5, metadata={"help": "Target layers that condition the drafter."})
@@ -28,12 +55,29 @@ class DrafterArguments:
         default=None,
         metadata={"help": "Propose only from the most frequent response tokens of the data: so many of them."},
     )
-    init: str = field(
-        default="target",
+    attn_implementation: str | None = field(
+        default=None,
         metadata={
-            "help": "Start from copies of the target's last layers, or at random.",
-            "choices": ["target", "random"],
+            "help": "Attention of the drafter in training: blocks, flex_attention, sdpa or eager. Default: "
+            "flex_attention with --torch_compile, else blocks (sdpa with --conditioning input or none)."
         },
+    )
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "All layers of the drafter see only so many tokens back."}
+    )
+    sample_from_anchor: bool = field(
+        default=False,
+        metadata={"help": "Next-token labels: every slot, the anchor's too, predicts the token after it."},
+    )
+    conditioning: str = field(
+        default="kv",
+        metadata={
+            "help": "Features as keys and values of every layer, as input sequence of the first, or no features.",
+            "choices": CONDITIONING,
+        },
+    )
+    drafting: str = field(
+        default="parallel", metadata={"help": "A block in one forward, or token by token.", "choices": DRAFTING}
     )
 
 
@@ -43,22 +87,49 @@ class DFlashTrainingArguments(TrainingArguments):
     `TrainingArguments` with the fields of the DFlash objective, and the defaults of the published recipe.
 
     Args:
-        num_anchors (`int`, *optional*, defaults to 512): blocks drawn from each row at every visit.
-        loss_decay (`float`, *optional*): decay of the slots' weights; default 4, 5, 7 for blocks of 8, 10, 16
-            (paper, section 4.2), in between `block_size / 2`.
+        num_anchors (`int`, *optional*, defaults to 512): blocks drawn from each text at every visit, or as many as it
+            can hold.
+        anchors (`str`, *optional*, defaults to `"random"`): or `"grid"`, every block_size-th place (an ablation).
+        loss (`str`, *optional*, defaults to `"ce"`): cross-entropy with the data's tokens; `"kl"`, `"tv"`: Kullback-
+            Leibler divergence from, or total variation to, the target's own distribution.
+        loss_weights (`str`, *optional*, defaults to `"decay"`): `"decay"`, `"uniform"` or `"d-pace"` over the slots.
+        loss_decay (`float`, *optional*): γ_w of `exp(-(j - 1) / γ_w)`; default 4, 5, 7 for blocks of 8, 10, 16 (paper,
+            section 4.2), in between `block_size / 2`.
+        loss_base (`float`, *optional*): the same weights as powers g^(j - 1), instead of `loss_decay`.
+        pace_floor (`float`, *optional*, defaults to 0.5): α of D-PACE.
+        logits_chunk_size (`int`, *optional*, defaults to 4096): slots whose logits exist at once; it bounds the
+            largest tensors of the training.
+        muon (`bool`, *optional*, defaults to `False`): Muon for the matrices of the layers, AdamW for the rest.
+        ema_decay (`float`, *optional*): keep an average of the weights with this decay, and measure and save that.
         max_length (`int`, *optional*, defaults to 3072): longer rows are cut at the end.
         max_minutes (`float`, *optional*): stop after so many minutes of training; the learning rate then reaches its
             end with the clock, however fast the machine is.
+        eval_block_size (`int`, *optional*): measure τ with blocks of this size instead of the one that is trained.
         eval_max_new_tokens (`int`, *optional*, defaults to 96): tokens generated for each evaluation prompt.
     """
 
-    num_anchors: int = field(default=512, metadata={"help": "Blocks drawn from each row at every visit."})
+    num_anchors: int = field(default=512, metadata={"help": "Blocks drawn from each text at every visit."})
+    anchors: str = field(default="random", metadata={"help": "How they are placed.", "choices": ANCHORS})
+    loss: str = field(
+        default="ce", metadata={"help": "Against the data's tokens, or the target's distribution.", "choices": LOSSES}
+    )
+    loss_weights: str = field(default="decay", metadata={"help": "Weights of the slots.", "choices": WEIGHTS})
     loss_decay: float | None = field(
-        default=None, metadata={"help": "Decay of the slots' weights; default by the block size."}
+        default=None, metadata={"help": "γ_w of exp(-(j - 1) / γ_w); default by the block size."}
+    )
+    loss_base: float | None = field(default=None, metadata={"help": "g of g^(j - 1), instead of loss_decay."})
+    pace_floor: float = field(default=0.5, metadata={"help": "α of D-PACE, between 0 and 1."})
+    logits_chunk_size: int = field(default=4096, metadata={"help": "Slots whose logits exist at once."})
+    muon: bool = field(default=False, metadata={"help": "Muon for the matrices of the layers, AdamW for the rest."})
+    ema_decay: float | None = field(
+        default=None, metadata={"help": "Decay of an average of the weights, which is then measured and saved."}
     )
     max_length: int = field(default=3072, metadata={"help": "Longer rows are cut at the end."})
     max_minutes: float | None = field(
         default=None, metadata={"help": "Stop after so many minutes; the learning rate then follows the clock."}
+    )
+    eval_block_size: int | None = field(
+        default=None, metadata={"help": "Measure τ with blocks of this size, whatever the size that is trained."}
     )
     eval_max_new_tokens: int = field(default=96, metadata={"help": "Tokens generated for each evaluation prompt."})
     learning_rate: float = field(default=6e-4, metadata={"help": "Initial learning rate."})
@@ -70,5 +141,49 @@ class DFlashTrainingArguments(TrainingArguments):
     train_sampling_strategy: str = field(
         default="group_by_length", metadata={"help": "Rows of like length share a batch, to pad less."}
     )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Off: a loss that is not finite stops the training and names its row."}
+    )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Keep the columns of the dataset."})
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN from the log. The first one stops the training anyway."}
+    )
     report_to: str | None = field(default="none", metadata={"help": "Trackers, as in TrainingArguments."})
+
+    def __post_init__(self):
+        # Without an accelerator there is nothing but the CPU; Trainer wants to be told before it allows bf16 there.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+        rules = [
+            ("num_anchors", self.num_anchors >= 1, "at least 1"),
+            ("anchors", self.anchors in ANCHORS, f"one of {ANCHORS}"),
+            ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
+            ("loss_weights", self.loss_weights in WEIGHTS, f"one of {WEIGHTS}"),
+            ("loss_decay", self.loss_decay is None or self.loss_decay > 0, "above 0"),
+            ("loss_base", self.loss_base is None or 0 < self.loss_base < 1, "between 0 and 1"),
+            (
+                "loss_base",
+                self.loss_base is None or (self.loss_decay is None and self.loss_weights == "decay"),
+                "another way to write loss_decay: give one of them, with loss_weights='decay'",
+            ),
+            ("pace_floor", 0 < self.pace_floor < 1, "between 0 and 1"),
+            ("logits_chunk_size", self.logits_chunk_size >= 1, "at least 1"),
+            ("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "between 0 and 1"),
+            ("max_length", self.max_length >= 2, "at least 2, the anchor and a token to predict"),
+            ("eval_block_size", self.eval_block_size is None or self.eval_block_size >= 2, "at least 2"),
+            ("max_minutes", self.max_minutes is None or self.max_minutes > 0, "above 0"),
+        ]
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {rule}.")
+
+    def decay_for(self, block_size: int) -> float:
+        """γ_w of the slots' weights for blocks of `block_size`."""
+        if self.loss_weights == "uniform":
+            return math.inf
+        if self.loss_base is not None:
+            return -1 / math.log(self.loss_base)
+        return self.loss_decay or _DECAY.get(block_size, block_size / 2)
+
+
+_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}  # paper, section 4.2

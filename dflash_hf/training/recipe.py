@@ -1,22 +1,28 @@
 """From a target and a file of its answers to a drafter folder: what `dflash-hf train` runs."""
 
-import copy
-import os
+import json
 import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
+import transformers
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ..configuration_dflash import DFlashConfig
+from ..configuration_dflash import EMBEDDING_TAP, DFlashConfig
+from ..masking import BLOCKS
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target
 from .arguments import DFlashTrainingArguments, DrafterArguments
-from .data import ConversationDataset, collate, read_prompts
+from .data import ConversationDataset, read_prompts
+from .features import FeatureStore, fill, manifest_for
 from .initialisation import initialise_from_target
-from .trainer import DFlashTrainer
+from .trainer import DFlashTrainer, save_drafter
 
 
 logger = logging.get_logger(__name__)
@@ -46,39 +52,85 @@ def train(
     set_seed(training_arguments.seed)
     output = Path(training_arguments.output_dir)
     checkpoint = _checkpoint(output, training_arguments.resume_from_checkpoint)
-    dataset = ConversationDataset(arguments.data, tokenizer, training_arguments.max_length)
+    dataset = read_dataset(tokenizer, arguments, training_arguments, model.config)
     target = Target(model)
-    config = _configuration(target, tokenizer, arguments)
-    if checkpoint is None:
-        drafter = DFlashDraftModel(config)
-        if drafter.draft_token_ids is not None:
-            shortlist = dataset.most_frequent(arguments.draft_vocab_size, target.vocab_size)
-            drafter.draft_token_ids.copy_(torch.tensor(shortlist))
-        if arguments.init == "target":
-            initialise_from_target(drafter, target, _sample(dataset))
-    else:
-        drafter = _resumed(checkpoint, config)
-    prompts = None
-    if arguments.eval_prompts:
-        if arguments.num_eval_prompts < 1:
-            raise ValueError(f"num_eval_prompts={arguments.num_eval_prompts}: at least 1.")
-        prompts = [
-            tokenizer.apply_chat_template(m, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-            for m in read_prompts(arguments.eval_prompts)[-arguments.num_eval_prompts :]
-        ]
+    drafter = _drafter(target, tokenizer, arguments, dataset)
+    if checkpoint is not None:
+        drafter = _resumed(checkpoint, drafter.config)
+    drafter.set_attn_implementation(_attention(arguments, drafter.config, compiled=training_arguments.torch_compile))
+    trained, measured = _split(dataset, arguments.num_eval_rows)
     trainer = DFlashTrainer(
         drafter,
         training_arguments,
         target=target,
-        eval_prompts=prompts,
-        train_dataset=dataset,
-        eval_dataset=dataset,  # Trainer wants one to evaluate at all; `DFlashTrainer.evaluate` uses the prompts
-        data_collator=collate,
+        lines=dataset.lines,
+        features=open_features(target, drafter.config, tokenizer, dataset, arguments, training_arguments),
+        train_dataset=trained,
+        eval_dataset=measured,
+        eval_prompts=_prompts(tokenizer, arguments, measured),
     )
     trainer.train(resume_from_checkpoint=checkpoint)
-    if prompts:
+    if measured or trainer.eval_prompts:
         trainer.evaluate()
-    return _save(trainer, output), trainer
+    folder = output / "drafter"
+    with trainer.whole_drafter() as whole:
+        if training_arguments.should_save:
+            save_drafter(whole, folder, target)
+            _save_history(trainer, arguments, dataset, folder)
+    trainer.accelerator.wait_for_everyone()
+    return folder, trainer
+
+
+def read_dataset(
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: DrafterArguments,
+    training_arguments: DFlashTrainingArguments,
+    config,
+) -> ConversationDataset:
+    """The rows of `arguments.data`; `config` is the target's."""
+    thinking = arguments.enable_thinking
+    return ConversationDataset(
+        arguments.data,
+        tokenizer,
+        training_arguments.max_length,
+        pack=arguments.pack,
+        chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking},
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+    )
+
+
+def open_features(
+    target: Target,
+    config: DFlashConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: ConversationDataset,
+    arguments: DrafterArguments,
+    training_arguments: DFlashTrainingArguments,
+) -> FeatureStore | None:
+    """The store of the features that this run needs, if it keeps them."""
+    if arguments.features is None:
+        return None
+    manifest = manifest_for(target, config, tokenizer, dataset, teacher=training_arguments.loss != "ce")
+    return FeatureStore(arguments.features, manifest, dataset.lengths)
+
+
+def compute_features(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: DrafterArguments,
+    training_arguments: DFlashTrainingArguments,
+) -> tuple[FeatureStore, Iterator[int]]:
+    """
+    The store for the features of a run, and an iterator that computes what is missing, a text at a time.
+
+    The same arguments as for [`train`]; the training then reads all features. What an interrupted iteration has done
+    stays.
+    """
+    dataset = read_dataset(tokenizer, arguments, training_arguments, model.config)
+    target = Target(model)
+    config = _drafter(target, tokenizer, arguments, dataset).config
+    store = open_features(target, config, tokenizer, dataset, arguments, training_arguments)
+    return store, fill(store, target, dataset.texts)
 
 
 def _checkpoint(output: Path, resume: str | None) -> str | None:
@@ -98,21 +150,110 @@ def _checkpoint(output: Path, resume: str | None) -> str | None:
     return resume
 
 
-def _resumed(checkpoint: str, config: DFlashConfig) -> DFlashDraftModel:
-    """The drafter of a checkpoint, with its shortlist, if it is the one that the arguments describe."""
-    drafter = DFlashDraftModel.from_pretrained(checkpoint, dtype=torch.float32)
-    found, wanted = drafter.config.to_diff_dict(), config.to_diff_dict()
-    for field in sorted((set(found) | set(wanted)) - {"architectures", "dtype", "transformers_version"}):
-        if found.get(field) != wanted.get(field):
-            raise ValueError(
-                f"{checkpoint}: its {field} is {found.get(field)!r}, the arguments say {wanted.get(field)!r}. Resume "
-                "with the arguments of the first run, or start a new output_dir."
+def _attention(arguments: DrafterArguments, config: DFlashConfig, *, compiled: bool) -> str:
+    """The attention implementation of the training."""
+    if arguments.attn_implementation is not None:
+        return arguments.attn_implementation
+    if compiled:
+        return "flex_attention"
+    return BLOCKS if config.conditioning == "kv" else "sdpa"
+
+
+def _split(dataset: ConversationDataset, num_eval_rows: int) -> tuple[Subset, Subset | None]:
+    """The rows to train on and the last ones, to measure on. Document numbers stay those of the whole."""
+    if not 0 <= num_eval_rows < len(dataset):
+        raise ValueError(
+            f"num_eval_rows={num_eval_rows}: the data has {len(dataset)} rows, and at least one must be trained on."
+        )
+    kept = len(dataset) - num_eval_rows
+    return Subset(dataset, range(kept)), Subset(dataset, range(kept, len(dataset))) if num_eval_rows else None
+
+
+def _prompts(tokenizer, arguments: DrafterArguments, measured: Subset | None) -> list[torch.Tensor]:
+    """Prompt ids `(1, T)` to measure τ on: of `eval_prompts`, else of the rows that are measured on."""
+    if arguments.num_eval_prompts < 1:
+        raise ValueError(f"num_eval_prompts={arguments.num_eval_prompts}: at least 1.")
+    if arguments.eval_prompts:
+        thinking = {} if arguments.enable_thinking is None else {"enable_thinking": arguments.enable_thinking}
+        prompts = [
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False, **thinking
             )
+            for messages in read_prompts(arguments.eval_prompts)
+        ]
+    else:
+        rows = measured or []
+        prompts = [row["input_ids"][: int(row["supervised"].long().argmax())].unsqueeze(0) for row in rows]
+    return prompts[-arguments.num_eval_prompts :]
+
+
+# -------------------------------------------------------------------------------------------------------- the drafter
+def _drafter(
+    target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments, dataset: ConversationDataset
+) -> DFlashDraftModel:
+    """The drafter before its first step."""
+    if arguments.init_from in ("target", "random"):
+        drafter = DFlashDraftModel(_configuration(target, tokenizer, arguments))
+        if arguments.init_from == "target":
+            initialise_from_target(drafter, target, _sample(dataset))
+    else:
+        drafter = _continued(arguments)
+    if arguments.draft_vocab_size:
+        shortlist = dataset.most_frequent(arguments.draft_vocab_size, target.vocab_size)
+        drafter.draft_token_ids.copy_(torch.tensor(shortlist))
     return drafter
 
 
+def _continued(arguments: DrafterArguments) -> DFlashDraftModel:
+    """
+    The drafter of `init_from`, with the shortlist and the window that the arguments ask for.
+
+    Neither changes a tensor that is trained: the shortlist selects rows of the frozen head, the window is in the mask.
+    """
+    found = DFlashDraftModel.from_pretrained(arguments.init_from, dtype=torch.float32)
+    _check_kept(arguments, found.config)
+    config = found.config.to_dict()
+    if arguments.draft_vocab_size:
+        config["draft_vocab_size"] = arguments.draft_vocab_size
+    if arguments.sliding_window:
+        config |= _sliding(arguments.sliding_window, found.config.causal_layers)
+    drafter = DFlashDraftModel(DFlashConfig(**{k: v for k, v in config.items() if k != "model_type"}))
+    weights = found.state_dict()
+    if arguments.draft_vocab_size:
+        weights["draft_token_ids"] = drafter.draft_token_ids
+    drafter.load_state_dict(weights)
+    return drafter
+
+
+def _check_kept(arguments: DrafterArguments, config: DFlashConfig) -> None:
+    """Raise `ValueError` when the arguments ask for something else than the drafter of `init_from` is."""
+    no_features = config.target_layer_ids == [EMBEDDING_TAP]
+    kept = {
+        "drafter_layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "num_taps": len(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "conditioning": "none" if no_features else config.conditioning,
+        "drafting": config.drafting,
+    }
+    for field in fields(arguments):
+        asked = getattr(arguments, field.name)
+        if field.name in kept and asked not in (field.default, kept[field.name]):
+            raise ValueError(
+                f"{field.name}={asked!r}: the drafter of init_from={arguments.init_from!r} has {kept[field.name]!r}, "
+                f"and keeps it. Leave {field.name} out, or train a new drafter."
+            )
+
+
+def _sliding(window: int, causal_layers: list[bool]) -> dict:
+    """Fields of a configuration whose layers all slide; causality inside the block is another matter."""
+    layer_types = ["sliding_attention"] * len(causal_layers)
+    return {"layer_types": layer_types, "sliding_window": window, "causal_layers": causal_layers}
+
+
 def _configuration(target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments) -> DFlashConfig:
-    """The drafter's configuration, with the mask token checked."""
+    """The configuration of a new drafter, with the mask token checked."""
     mask = arguments.mask_token_id
     if mask is None:
         mask = len(tokenizer)
@@ -128,33 +269,71 @@ def _configuration(target: Target, tokenizer: PreTrainedTokenizerBase, arguments
             f"mask_token_id={mask}: it must be a row of the target's embedding (0 to {target.vocab_size - 1}) and "
             "neither pad, bos nor eos, because text uses those."
         )
-    like_target = arguments.init == "target"
+    layers = arguments.drafter_layers
+    autoregressive = arguments.drafting == "autoregressive"
+    causal_layers = [autoregressive] * layers
+    special_fields = _sliding(arguments.sliding_window, causal_layers) if arguments.sliding_window else {}
+    if arguments.conditioning == "none":  # the target's embedding in place of its layers
+        special_fields["target_layer_ids"] = [EMBEDDING_TAP]
+    like_target = arguments.init_from == "target"
     return DFlashConfig.from_target(
         target.model.config,
         mask_token_id=mask,
-        num_hidden_layers=arguments.drafter_layers,
+        num_hidden_layers=layers,
         block_size=arguments.block_size,
         num_taps=arguments.num_taps,
         draft_vocab_size=arguments.draft_vocab_size,
         qk_norm=not like_target or "self_attn.q_norm.weight" in target.layers[-1].state_dict(),
         target_name=arguments.target,
+        sample_from_anchor=arguments.sample_from_anchor or autoregressive,
+        drafting=arguments.drafting,
+        conditioning="input" if arguments.conditioning == "none" else arguments.conditioning,
+        **special_fields,
     )
 
 
 def _sample(dataset: ConversationDataset, rows: int = 8, length: int = 128) -> torch.Tensor:
     """Some text of the data, `(rows, length)`, to measure the taps on."""
-    ids = [token for row in dataset.rows[: 8 * rows] for token in row["input_ids"]]
+    ids = [token for i in range(min(8 * rows, len(dataset.lengths))) for token in dataset.texts[i]]
     rows = max(1, min(rows, len(ids) // length))
     length = min(length, len(ids))
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
-def _save(trainer: DFlashTrainer, output: Path) -> Path:
-    """Save the drafter in the target's dtype under a temporary name, then rename it to `<output>/drafter`."""
-    staging, final = output / ".drafter", output / "drafter"
-    shutil.rmtree(staging, ignore_errors=True)
-    drafter = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
-    drafter.to(trainer.target.model.dtype).save_pretrained(staging)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(staging, final)
-    return final
+def _resumed(checkpoint: str, config: DFlashConfig) -> DFlashDraftModel:
+    """The drafter of a checkpoint, with its shortlist, if it is the one that the arguments describe."""
+    drafter = DFlashDraftModel.from_pretrained(checkpoint, dtype=torch.float32)
+    found, wanted = drafter.config.to_diff_dict(), config.to_diff_dict()
+    for field in sorted((set(found) | set(wanted)) - {"architectures", "dtype", "transformers_version"}):
+        if found.get(field) != wanted.get(field):
+            raise ValueError(
+                f"{checkpoint}: its {field} is {found.get(field)!r}, the arguments say {wanted.get(field)!r}. Resume "
+                "with the arguments of the first run, or start a new output_dir."
+            )
+    return drafter
+
+
+def _save_history(
+    trainer: DFlashTrainer, arguments: DrafterArguments, dataset: ConversationDataset, folder: Path
+) -> None:
+    """Put beside the drafter how it came to be: command, settings, data, log, versions; and the curves."""
+    history = {
+        "command": ["dflash-hf", *sys.argv[1:]],
+        "settings": _settings(arguments) | _settings(trainer.args),
+        "data": dataset.report().splitlines()[1:],
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "log": trainer.state.log_history,
+    }
+    (folder / "training.json").write_text(json.dumps(history, indent=1, default=str) + "\n", encoding="utf-8")
+    curves = Path(trainer.args.output_dir, "curves.png")
+    if curves.is_file():
+        shutil.copy(curves, folder)
+
+
+def _settings(arguments) -> dict:
+    """The fields of a dataclass of arguments that are not at their defaults."""
+    return {
+        field.name: value
+        for field in fields(arguments)
+        if field.init and (value := getattr(arguments, field.name)) != field.default
+    }

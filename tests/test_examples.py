@@ -1,0 +1,81 @@
+"""Every example is short and runs, on tiny models."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import word_tokenizer
+from tiny import tiny_drafter, tiny_target
+
+from dflash_hf import DFlashDraftModel, reference
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def run(name: str, monkeypatch, *arguments: str) -> None:
+    source = (EXAMPLES / name).read_text()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    exec(compile(source, name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_at_most_sixty_lines(example):
+    assert len(example.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "pipeline.py"])
+def test_the_examples_of_use_run_on_a_tiny_pair(name, tmp_path, monkeypatch, capsys):
+    target, tokenizer = tiny_target("llama"), word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny_drafter(target).save_pretrained(tmp_path)
+    monkeypatch.setattr(reference, "load_target", lambda dtype: (target.to(dtype), tokenizer))
+    monkeypatch.setattr(reference, "drafter_folder", lambda: tmp_path)
+    run(name, monkeypatch)
+    assert "tau" in capsys.readouterr().out
+
+
+def test_the_gpu_example_answers_trains_measures_and_writes_shards_at_toy_size(tmp_path, monkeypatch):
+    target, tokenizer = tiny_target("llama", vocab_size=72, num_hidden_layers=9), word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target.to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"<{i}> <{i + 1}> <{i + 2}>"}) + "\n" for i in range(5, 17)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(prompts.read_text().splitlines(keepends=True)[0])
+    options = [
+        "--target",
+        tmp_path / "target",
+        "--prompts",
+        prompts,
+        "--held-out",
+        held_out,
+        "--output",
+        tmp_path / "out",
+    ]
+    run("train_reference_gpu.py", monkeypatch, *map(str, options), "--minutes", "0.06", "--block-size", "4")
+    drafter = DFlashDraftModel.from_pretrained(tmp_path / "out" / "drafter-shards", dtype="auto")
+    assert drafter.dtype == torch.bfloat16 and drafter.config.block_size == 4
+    (report,) = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["prompts"] == 1 and report["tau"] >= 1 and set(report["tokens_per_second"]) >= {"plain", "dflash"}
+
+
+@pytest.mark.slow
+def test_the_ablations_train_every_arm_and_go_on_after_a_kill(tmp_path, monkeypatch, capsys):
+    target, tokenizer = tiny_target("llama", num_hidden_layers=9), word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(reference, "load_target", lambda dtype: (target.to(getattr(torch, dtype)), tokenizer))
+    data, prompts = tmp_path / "data.jsonl", tmp_path / "prompts.jsonl"
+    row = {"prompt_ids": [3, 4], "response_ids": list(range(5, 30))}
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+    prompts.write_text(json.dumps({"prompt": "<5> <6>"}) + "\n")
+    options = ["--data", data, "--prompts", prompts, "--output", tmp_path / "out", "--steps", "2", "--epochs", "2"]
+    run("ablations.py", monkeypatch, *map(str, options))
+    done = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(done) == capsys.readouterr().out.count("paper:") and (tmp_path / "out" / "decay.png").is_file()
+    run("ablations.py", monkeypatch, *map(str, options))
+    assert "paper:" not in capsys.readouterr().out
