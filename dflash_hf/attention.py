@@ -42,7 +42,8 @@ def blocks_attention_forward(
     heads = key.shape[1]
     groups = query.shape[1] // heads
     slots = (num_blocks, block_size)
-    query = query.unflatten(1, (heads, groups)).unflatten(3, slots)  # [B, heads, groups, N, K, head_dim]
+    # Scaled first: products of long vectors would not fit into float16.
+    query = (query * scaling).unflatten(1, (heads, groups)).unflatten(3, slots)  # [B, heads, groups, N, K, head_dim]
     own_key, own_value = (x[:, :, length:].unflatten(2, slots) for x in (key, value))  # [B, heads, N, K, head_dim]
     key, value = key[:, :, :length], value[:, :, :length]
 
@@ -52,7 +53,7 @@ def blocks_attention_forward(
     to_own = (by_block @ own_key.transpose(-1, -2)).unflatten(3, (groups, block_size)).transpose(2, 3)
     scores = torch.cat([to_context.unflatten(2, (groups, *slots)), to_own], dim=-1)  # [B, heads, groups, N, K, S + K]
     hidden = ~torch.cat([context_mask.unflatten(1, slots), own_mask], dim=-1)[:, None, None]
-    weights = (scores * scaling).masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
 
     on_context, on_own = weights[..., :length], weights[..., length:]

@@ -32,7 +32,8 @@ class ProposalHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of slots `(B, G, H)`, over the shortlist if there is one: `(B, G, V)`, float32."""
-        hidden = hidden.to(self.device, self.dtype)
+        # Of a slice, a linear layer would make one small product for each block, many times slower than a big one.
+        hidden = hidden.to(self.device, self.dtype).contiguous()
         if self.rows is not None:
             bias = None if self.head.bias is None else self.head.bias[self.token_ids]
             return F.linear(hidden, self.rows, bias).float()

@@ -90,7 +90,7 @@ def target_from_gguf(parts: Sequence[str | os.PathLike], folder: str | os.PathLi
     """
     Converts the GGUF file of the reference target, whole or in several parts in order, into `folder`.
 
-    For machines that cannot fetch the wheel, and whose way in is too narrow for 98 MB at once.
+    For machines that cannot fetch the wheel.
 
     Raises:
         ReferenceTargetError: the parts together are not the expected file, or `folder` exists.

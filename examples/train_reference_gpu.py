@@ -17,8 +17,9 @@ from dflash_hf.training.regenerate import Regeneration, regenerate
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--target", help="folder of the target; or")
-parser.add_argument("--gguf", nargs="+", help="the reference target's GGUF file, in one part or several")
+source = parser.add_mutually_exclusive_group(required=True)
+source.add_argument("--target", help="folder of the target")
+source.add_argument("--gguf", nargs="+", help="the reference target's GGUF file, in one part or several")
 parser.add_argument("--prompts", required=True, help="JSONL of prompts to answer")
 parser.add_argument("--held-out", nargs="*", default=[], help="JSONL of prompts, the last 64 of which are measured on")
 parser.add_argument("--minutes", type=float, default=10.0, help="a quarter for answers, half for training")

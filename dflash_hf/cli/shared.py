@@ -1,5 +1,7 @@
 """What the commands share: options, loading, the console."""
 
+import logging
+import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -78,13 +80,17 @@ def load(target: str, drafter: str, dtype: str):
 
 def speak() -> None:
     """Show what the library logs for information; for commands whose users want to follow."""
-    import logging
-
     logger = logging.getLogger("dflash_hf")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+
+
+class _ToStderr(logging.Handler):
+    """Writes to what is the standard error at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)  # noqa: T201
 
 
 def prompt_ids(tokenizer, messages: list[dict]):

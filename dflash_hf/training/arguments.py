@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from ..configuration_dflash import CONDITIONING, DRAFTING
+
 
 LOSSES = ("ce", "kl", "tv")
 WEIGHTS = ("decay", "uniform", "d-pace")
 ANCHORS = ("random", "grid")
-CONDITIONING = ("kv", "input", "none")
-DRAFTING = ("parallel", "autoregressive")
 
 
 @dataclass
@@ -31,7 +31,7 @@ class DrafterArguments:
         default=None, metadata={"help": "Folder that keeps the target's features on disk, for the next visits."}
     )
     num_eval_rows: int = field(
-        default=0, metadata={"help": "So many of the last rows of `data` are measured on and not trained on."}
+        default=0, metadata={"help": "So many rows of `data`, drawn, are measured on and not trained on."}
     )
     eval_prompts: str | None = field(
         default=None,
@@ -59,7 +59,7 @@ class DrafterArguments:
         default=None,
         metadata={
             "help": "Attention of the drafter in training: blocks, flex_attention, sdpa or eager. Default: "
-            "flex_attention with --torch_compile, else blocks (sdpa with --conditioning input or none)."
+            "flex_attention with --torch_compile, else blocks on a CPU (not with --conditioning input), else sdpa."
         },
     )
     sliding_window: int | None = field(
@@ -73,7 +73,7 @@ class DrafterArguments:
         default="kv",
         metadata={
             "help": "Features as keys and values of every layer, as input sequence of the first, or no features.",
-            "choices": CONDITIONING,
+            "choices": (*CONDITIONING, "none"),
         },
     )
     drafting: str = field(
@@ -145,9 +145,6 @@ class DFlashTrainingArguments(TrainingArguments):
         default=False, metadata={"help": "Off: a loss that is not finite stops the training and names its row."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Keep the columns of the dataset."})
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Hide NaN from the log. The first one stops the training anyway."}
-    )
     report_to: str | None = field(default="none", metadata={"help": "Trackers, as in TrainingArguments."})
 
     def __post_init__(self):
@@ -166,7 +163,17 @@ class DFlashTrainingArguments(TrainingArguments):
                 self.loss_base is None or (self.loss_decay is None and self.loss_weights == "decay"),
                 "another way to write loss_decay: give one of them, with loss_weights='decay'",
             ),
+            (
+                "loss_decay",
+                self.loss_decay is None or self.loss_weights != "uniform",
+                "of no effect with loss_weights='uniform'; leave one of them out",
+            ),
             ("pace_floor", 0 < self.pace_floor < 1, "between 0 and 1"),
+            (
+                "pace_floor",
+                self.pace_floor == 0.5 or self.loss_weights == "d-pace",
+                "of no effect without loss_weights='d-pace'",
+            ),
             ("logits_chunk_size", self.logits_chunk_size >= 1, "at least 1"),
             ("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "between 0 and 1"),
             ("max_length", self.max_length >= 2, "at least 2, the anchor and a token to predict"),
@@ -177,13 +184,13 @@ class DFlashTrainingArguments(TrainingArguments):
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {rule}.")
 
-    def decay_for(self, block_size: int) -> float:
-        """γ_w of the slots' weights for blocks of `block_size`."""
+    def decay_for(self, num_predicted: int) -> float:
+        """γ_w of the weights of `num_predicted` slots."""
         if self.loss_weights == "uniform":
             return math.inf
         if self.loss_base is not None:
             return -1 / math.log(self.loss_base)
-        return self.loss_decay or _DECAY.get(block_size, block_size / 2)
+        return self.loss_decay or _DECAY.get(num_predicted, (num_predicted + 1) / 2)
 
 
-_DECAY = {8: 4.0, 10: 5.0, 16: 7.0}  # paper, section 4.2
+_DECAY = {7: 4.0, 9: 5.0, 15: 7.0}  # paper, section 4.2: blocks of 8, 10, 16 with fill-in labels

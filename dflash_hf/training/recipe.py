@@ -1,8 +1,8 @@
 """From a target and a file of its answers to a drafter folder: what `dflash-hf train` runs."""
 
 import json
+import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -57,7 +57,7 @@ def train(
     drafter = _drafter(target, tokenizer, arguments, dataset)
     if checkpoint is not None:
         drafter = _resumed(checkpoint, drafter.config)
-    drafter.set_attn_implementation(_attention(arguments, drafter.config, compiled=training_arguments.torch_compile))
+    drafter.set_attn_implementation(_attention(arguments, drafter.config, training_arguments))
     trained, measured = _split(dataset, arguments.num_eval_rows)
     trainer = DFlashTrainer(
         drafter,
@@ -70,7 +70,8 @@ def train(
         eval_prompts=_prompts(tokenizer, arguments, measured),
     )
     trainer.train(resume_from_checkpoint=checkpoint)
-    if measured or trainer.eval_prompts:
+    last = max((entry["step"] for entry in trainer.state.log_history if _is_evaluation(entry)), default=None)
+    if (measured or trainer.eval_prompts) and last != trainer.state.global_step:
         trainer.evaluate()
     folder = output / "drafter"
     with trainer.whole_drafter() as whole:
@@ -150,23 +151,28 @@ def _checkpoint(output: Path, resume: str | None) -> str | None:
     return resume
 
 
-def _attention(arguments: DrafterArguments, config: DFlashConfig, *, compiled: bool) -> str:
+def _attention(arguments: DrafterArguments, config: DFlashConfig, training_arguments: DFlashTrainingArguments) -> str:
     """The attention implementation of the training."""
     if arguments.attn_implementation is not None:
         return arguments.attn_implementation
-    if compiled:
+    if training_arguments.torch_compile:
         return "flex_attention"
-    return BLOCKS if config.conditioning == "kv" else "sdpa"
+    # The fewest operations, but it keeps all scores for the backward, which the memory of an accelerator may not hold.
+    on_cpu = training_arguments.device.type == "cpu"
+    return BLOCKS if on_cpu and config.conditioning == "kv" else "sdpa"
 
 
 def _split(dataset: ConversationDataset, num_eval_rows: int) -> tuple[Subset, Subset | None]:
-    """The rows to train on and the last ones, to measure on. Document numbers stay those of the whole."""
+    """The rows to train on, and some to measure on. Document numbers stay those of the whole."""
     if not 0 <= num_eval_rows < len(dataset):
         raise ValueError(
             f"num_eval_rows={num_eval_rows}: the data has {len(dataset)} rows, and at least one must be trained on."
         )
+    # Drawn, since the file may be in some order; always the same ones, whatever the seed of the training.
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
     kept = len(dataset) - num_eval_rows
-    return Subset(dataset, range(kept)), Subset(dataset, range(kept, len(dataset))) if num_eval_rows else None
+    measured = Subset(dataset, sorted(order[kept:])) if num_eval_rows else None
+    return Subset(dataset, sorted(order[:kept])), measured
 
 
 def _prompts(tokenizer, arguments: DrafterArguments, measured: Subset | None) -> list[torch.Tensor]:
@@ -317,9 +323,10 @@ def _save_history(
     trainer: DFlashTrainer, arguments: DrafterArguments, dataset: ConversationDataset, folder: Path
 ) -> None:
     """Put beside the drafter how it came to be: command, settings, data, log, versions; and the curves."""
+    settings = _settings(arguments) | _settings(trainer.args)
     history = {
-        "command": ["dflash-hf", *sys.argv[1:]],
-        "settings": _settings(arguments) | _settings(trainer.args),
+        "command": shlex.join(["dflash-hf", "train", *(f"--{name}={value}" for name, value in settings.items())]),
+        "settings": settings,
         "data": dataset.report().splitlines()[1:],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "log": trainer.state.log_history,
@@ -331,9 +338,15 @@ def _save_history(
 
 
 def _settings(arguments) -> dict:
-    """The fields of a dataclass of arguments that are not at their defaults."""
+    """The options of a dataclass of arguments that are not at their defaults; no access token is among them."""
     return {
         field.name: value
         for field in fields(arguments)
-        if field.init and (value := getattr(arguments, field.name)) != field.default
+        if field.init
+        and not field.name.endswith("_token")
+        and (value := getattr(arguments, field.name)) not in (field.default, None)
     }
+
+
+def _is_evaluation(entry: dict) -> bool:
+    return any(name.startswith("eval_") for name in entry)

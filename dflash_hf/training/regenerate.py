@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +36,8 @@ class Regeneration:
         max_new_tokens (`int`): longest answer; longer ones are cut and say `"finish": "length"`.
         do_sample (`bool`): draw answers, else greedy. A drafter for sampled use is best trained on sampled answers.
         temperature, top_p, top_k: of the sampling.
-        seed (`int`): of the sampling; each batch draws from a seed of its own, so a resumed run draws the same.
+        seed (`int`): of the sampling; each batch draws from a seed of its own, so a resumed run draws the same as long
+            as `batch_size` stays.
         batch_size (`int`): conversations answered at once.
         enable_thinking (`bool`, *optional*): passed to chat templates that know it.
         shard (`tuple[int, int]`): `(i, n)`: of all conversations only every n-th, from the i-th on.
@@ -170,13 +172,16 @@ def regenerate(
         fitting = [q for q in questions if room is None or len(q.prompt_ids) + settings.max_new_tokens <= room]
         counts["too long for the target's context"] += len(questions) - len(fitting)
         fitting.sort(key=lambda q: (len(q.prompt_ids), q.index))
-        for number, start in enumerate(range(0, len(fitting), settings.batch_size)):
+        starts = list(range(0, len(fitting), settings.batch_size))
+        # In random order, so that the first or the last rows of the file are no longer or shorter than the others.
+        random.Random(turn).shuffle(starts)
+        for start in starts:
             batch = fitting[start : start + settings.batch_size]
             if all((q.index, q.turn) in answers.texts for q in batch):
                 continue
             if time.monotonic() > deadline:
                 return counts
-            torch.manual_seed(hash((settings.seed, turn, number)))
+            torch.manual_seed(hash((settings.seed, turn, batch[0].index)))
             before = len(answers.texts)
             rows = answer(model, tokenizer, batch, settings)
             answers.append(rows)

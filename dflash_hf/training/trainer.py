@@ -76,9 +76,7 @@ class DFlashTrainer(Trainer):
         self.head = ProposalHead(model, target)
         num_predicted = model.config.num_proposals
         # With D-PACE these are only the scale of the loss; see `block_losses`.
-        self.slot_weights = objective.decay_weights(
-            num_predicted, args.decay_for(model.config.block_size), args.device
-        )
+        self.slot_weights = objective.decay_weights(num_predicted, args.decay_for(num_predicted), args.device)
         # Drafter id of each target id, or IGNORE for a token that the drafter cannot propose.
         self.draft_ids = torch.arange(target.vocab_size, device=args.device)
         if model.draft_token_ids is not None:
