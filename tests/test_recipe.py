@@ -174,6 +174,13 @@ def test_each_kind_of_drafter_is_trained_measured_and_saved(tmp_path, tokenizer,
     assert f"eval_accuracy_{config.num_proposals}" in measured
 
 
+def test_packing_is_refused_for_a_target_that_carries_a_state_from_text_to_text(tmp_path, tokenizer):
+    target = tiny_target(vocab_size=ROWS)
+    target.config.layer_types = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(ValueError, match="pack=True: the target has layers of type 'linear_attention'"):
+        run(tmp_path, tokenizer, recipe_arguments(tmp_path, pack=True), target=target)
+
+
 def test_theta_and_yarn_of_the_target_survive_training_and_loading(tmp_path, tokenizer):
     yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128}
     target = tiny_target(vocab_size=ROWS, rope_parameters=yarn)

@@ -89,6 +89,12 @@ def read_dataset(
     config,
 ) -> ConversationDataset:
     """The rows of `arguments.data`; `config` is the target's."""
+    layers = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or [])
+    if arguments.pack and not layers <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"pack=True: the target has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}, "
+            "which would carry one text over into the next; leave pack out."
+        )
     thinking = arguments.enable_thinking
     return ConversationDataset(
         arguments.data,

@@ -346,8 +346,11 @@ class DFlashTrainer(Trainer):
         return {"tau": round(committed / max(rounds, 1), 4)}
 
     def _draw_curves(self) -> None:
+        if not is_matplotlib_available():
+            logger.warning_once("No curves are drawn without matplotlib: pip install 'dflash_hf[train]'.")
+            return
         trained = any("loss" in entry for entry in self.state.log_history)
-        if trained and self.args.should_save and is_matplotlib_available():
+        if trained and self.args.should_save:
             plot_curves(self.state.log_history, Path(self.args.output_dir, "curves.png"))
 
     def _say_what_is_large(self) -> None:
