@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_hf import DFlashDraftModel, evaluation, reference
 from dflash_hf.training import DFlashTrainingArguments, DrafterArguments, recipe
-from dflash_hf.training.data import read_prompts
 from dflash_hf.training.regenerate import Regeneration, regenerate
+from dflash_hf.training.sources import read_prompts
 
 
 parser = argparse.ArgumentParser()

@@ -12,16 +12,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from dflash_hf.training import ConversationDataset, collate
-from dflash_hf.training.data import (
-    by_prefixes,
-    by_tags,
-    first_fit_decreasing,
-    first_turn,
-    positions,
-    read_conversations,
-    read_jsonl,
-    read_prompts,
-)
+from dflash_hf.training.data import by_prefixes, by_tags, first_fit_decreasing, positions
+from dflash_hf.training.sources import first_turn, read_conversations, read_jsonl, read_prompts
 
 
 # Marks are set apart from the content, as the end token of a real template is.

@@ -35,7 +35,7 @@ def manifest(lengths=LENGTHS, **fields) -> Manifest:
         "revision": "a1",
         "weights_hash": "b2",
         "layer_ids": (1, 2),
-        "teacher": False,
+        "soft_labels": False,
         "width": WIDTH,
         "dtype": "float32",
         "tokenizer_hash": "c3",
@@ -334,7 +334,7 @@ OTHER = {
     "revision": None,
     "weights_hash": "other",
     "layer_ids": (1, 3),
-    "teacher": True,
+    "soft_labels": True,
     "width": WIDTH + 1,
     "dtype": "bfloat16",
     "tokenizer_hash": "other",
@@ -370,9 +370,9 @@ def test_a_field_that_the_store_does_not_have_is_named(tmp_path):
     open_store(tmp_path)
     path = tmp_path / "features" / "manifest.json"
     content = json.loads(path.read_text())
-    del content["teacher"]
+    del content["soft_labels"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="another teacher: None there, False here"):
+    with pytest.raises(ValueError, match="another soft_labels: None there, False here"):
         open_store(tmp_path)
 
 
@@ -502,10 +502,10 @@ def test_packed_and_padded_texts_have_the_states_of_each_alone(family):
     texts = [random_ids(n, seed=n).tolist() for n in (3, 11, 1, 6)]
     ids = torch.tensor([[*texts[0], *texts[1], *texts[2], 0], [*texts[3], *[0] * 10]])
     document = torch.tensor([[0] * 3 + [1] * 11 + [2] + [-1], [3] * 6 + [-1] * 10])
-    states = target_states(Target(model), [2, 0], ids, document, teacher=True)
+    states = target_states(Target(model), [2, 0], ids, document, soft_labels=True)
     for d, text in enumerate(texts):
         torch.testing.assert_close(states[document == d], naive_states(model, text), atol=1e-5, rtol=1e-5)
-    without = target_states(Target(model), [2, 0], ids, document, teacher=False)
+    without = target_states(Target(model), [2, 0], ids, document, soft_labels=False)
     assert torch.equal(without, states[..., :64]) and not states.requires_grad
 
 
@@ -513,13 +513,13 @@ def test_states_are_in_the_precision_of_the_target_also_where_training_is_not(mo
     ids = random_ids(1, 5)
     arguments = (Target(model), [2], ids, torch.zeros_like(ids))
     with torch.autocast("cpu", torch.bfloat16):
-        states = target_states(*arguments, teacher=True)
-    assert torch.equal(states, target_states(*arguments, teacher=True))
+        states = target_states(*arguments, soft_labels=True)
+    assert torch.equal(states, target_states(*arguments, soft_labels=True))
 
 
-@pytest.mark.parametrize("teacher", [False, True])
-def test_filling_computes_what_is_missing(model, tmp_path, teacher):
-    made = manifest_of(model, teacher=teacher, layers=(2, 0))
+@pytest.mark.parametrize("soft_labels", [False, True])
+def test_filling_computes_what_is_missing(model, tmp_path, soft_labels):
+    made = manifest_of(model, soft_labels=soft_labels, layers=(2, 0))
     store = FeatureStore(tmp_path, made, [3, 1, 2])
     store.write(1, torch.full((1, made.width), 7.0))
     steps = fill(store, Target(model), TEXTS)
@@ -546,10 +546,10 @@ def model():
     return tiny_target()
 
 
-def manifest_of(model, tokenizer=None, texts=TEXTS, teacher=False, layers=(1, 2)) -> Manifest:
+def manifest_of(model, tokenizer=None, texts=TEXTS, soft_labels=False, layers=(1, 2)) -> Manifest:
     config = tiny_drafter(model, target_layer_ids=list(layers)).config
     dataset = SimpleNamespace(texts=texts, lengths=[len(ids) for ids in texts])
-    return manifest_for(Target(model), config, tokenizer or tiny_tokenizer(), dataset, teacher)
+    return manifest_for(Target(model), config, tokenizer or tiny_tokenizer(), dataset, soft_labels)
 
 
 def differing(a: Manifest, b: Manifest) -> set[str]:
@@ -576,12 +576,12 @@ def test_the_commit_of_a_target_from_the_hub_is_in_the_manifest(model):
     assert manifest_of(model).revision == "abc"
 
 
-def test_taps_and_teacher_are_in_the_manifest(model):
+def test_taps_and_soft_labels_are_in_the_manifest(model):
     made = manifest_of(model)
     assert differing(made, manifest_of(model, layers=(1, 3))) == {"layer_ids"}
     assert differing(made, manifest_of(model, layers=(0, 1, 2))) == {"layer_ids", "width"}
-    assert differing(made, manifest_of(model, teacher=True)) == {"teacher", "width"}
-    assert manifest_of(model, teacher=True).width == 96
+    assert differing(made, manifest_of(model, soft_labels=True)) == {"soft_labels", "width"}
+    assert manifest_of(model, soft_labels=True).width == 96
 
 
 def test_a_model_that_was_tuned_or_cast_has_another_weights_hash(model):

@@ -285,10 +285,10 @@ def law(scores: list[float]) -> list[float]:
 def random_slots(seed: int, batch: int = 3):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(batch, 2, 4, 7, generator=generator)
-    teacher = 2 * torch.randn(batch, 2, 4, 7, generator=generator)
+    soft_labels = 2 * torch.randn(batch, 2, 4, 7, generator=generator)
     labels = torch.randint(0, 7, (batch, 2, 4), generator=generator)
     hidden = torch.rand(batch, 2, 4, generator=generator) < 0.3
-    return logits, teacher, labels.masked_fill(hidden, IGNORE)
+    return logits, soft_labels, labels.masked_fill(hidden, IGNORE)
 
 
 NAIVE = {
@@ -300,10 +300,10 @@ NAIVE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("divergence", NAIVE, ids=lambda f: f.__name__)
 def test_divergences_are_those_of_a_loop(divergence, dtype):
-    logits, teacher, _ = (t.to(dtype) for t in random_slots(0))
-    found = divergence(logits, teacher)
+    logits, soft_labels, _ = (t.to(dtype) for t in random_slots(0))
+    found = divergence(logits, soft_labels)
     assert (found.shape, found.dtype) == ((3, 2, 4), torch.float32)
-    for q, p, value in zip(logits.flatten(0, 2), teacher.flatten(0, 2), found.flatten().tolist(), strict=True):
+    for q, p, value in zip(logits.flatten(0, 2), soft_labels.flatten(0, 2), found.flatten().tolist(), strict=True):
         assert value == pytest.approx(NAIVE[divergence](law(q.tolist()), law(p.tolist())), rel=1e-4)
     assert divergence(logits, logits).abs().max() < 1e-6
 

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 from oracles import plain, word_tokenizer
-from tiny import random_ids, tiny_drafter, tiny_target
+from tiny import random_ids, tiny_drafter, tiny_target, training_arguments
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from typer.testing import CliRunner
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, cli, masking
-from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments, DrafterArguments, recipe, show_mask
+from dflash_hf.training import DFlashTrainer, DrafterArguments, recipe, show_mask
 from dflash_hf.training import optimisation as optimisation_module
 from dflash_hf.training import trainer as trainer_module
 
@@ -65,26 +65,12 @@ def recipe_arguments(tmp_path, rows=None, **fields) -> DrafterArguments:
     return DrafterArguments(data=str(data), **{**defaults, **fields})
 
 
-def training_arguments(folder, **fields) -> DFlashTrainingArguments:
-    defaults = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "num_anchors": 4,
-        "max_steps": 2,
-        "warmup_steps": 0,
-        "dataloader_pin_memory": False,
-        "seed": 5,
-    }
-    return DFlashTrainingArguments(output_dir=str(folder), **{**defaults, **fields})
-
-
 def run(tmp_path, tokenizer, arguments=None, target=None, **fields):
     target = tiny_target(vocab_size=ROWS) if target is None else target
     arguments = arguments or recipe_arguments(tmp_path)
-    return recipe.train(target, tokenizer, arguments, training_arguments(tmp_path / "out", **fields))
+    return recipe.train(
+        target, tokenizer, arguments, training_arguments(tmp_path / "out", **{"max_steps": 2, "seed": 5, **fields})
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- what is saved
@@ -572,7 +558,7 @@ def test_features_of_another_loss_are_refused(tmp_path, folder, monkeypatch, cap
     flags = options(tmp_path, folder, features=tmp_path / "features")
     invoke("data", "features", *flags)
     line = refused(monkeypatch, capsys, "train", *flags, "--loss", "tv")
-    assert "holds features of another teacher: False there, True here" in line
+    assert "holds features of another soft_labels: False there, True here" in line
     line = refused(monkeypatch, capsys, "data", "features", *options(tmp_path, folder))
     assert "--features" in line
 

@@ -3,8 +3,6 @@
 import copy
 import io
 import math
-import os
-import socket
 import time
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from oracles import plain, word_tokenizer
 from rich.console import Console
-from tiny import MASK, VOCAB, random_ids, sliding, tiny_drafter, tiny_target
+from tiny import MASK, VOCAB, random_ids, sliding, tiny_drafter, tiny_target, training_arguments
 from torch import nn
 from torch.nn import functional as F
 from transformers.trainer_callback import ProgressCallback
@@ -23,7 +21,6 @@ from dflash_hf.masking import BLOCKS
 from dflash_hf.target import Target, concatenate
 from dflash_hf.training import (
     DFlashTrainer,
-    DFlashTrainingArguments,
     collate,
     initialise_from_target,
     progress,
@@ -50,21 +47,6 @@ KINDS = {
     "input sliding": {"conditioning": "input", "sample_from_anchor": True, **sliding(5, causal=False)},
     "no features": {"conditioning": "input", "target_layer_ids": [-1]},
 }
-
-
-def training_arguments(folder, **fields) -> DFlashTrainingArguments:
-    defaults = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "num_anchors": 4,
-        "max_steps": 4,
-        "warmup_steps": 0,
-        "dataloader_pin_memory": False,
-    }
-    return DFlashTrainingArguments(output_dir=str(folder), **{**defaults, **fields})
 
 
 def make_trainer(
@@ -305,10 +287,10 @@ def test_a_hook_that_did_not_fire_is_reported():
         concatenate(taps, [1])
 
 
-def store_for(folder, drafter, target, texts, *, teacher: bool) -> FeatureStore:
+def store_for(folder, drafter, target, texts, *, soft_labels: bool) -> FeatureStore:
     data = SimpleNamespace(texts=[text[0] for text in texts], lengths=[text.shape[1] for text in texts])
     tokenizer = word_tokenizer(chat_template="{{ messages }}")
-    manifest = manifest_for(Target(target), drafter.config, tokenizer, data, teacher)
+    manifest = manifest_for(Target(target), drafter.config, tokenizer, data, soft_labels)
     return FeatureStore(folder, manifest, data.lengths)
 
 
@@ -317,7 +299,7 @@ def test_kept_features_give_the_loss_and_the_gradient_of_computed_ones_to_the_la
     target = tiny_target()
     drafter, texts = tiny_drafter(target), [random_ids(1, n, seed=n) for n in (9, 12, 17)]
     batch = collate([row_of(*texts[:2]), row_of(texts[2], first=2)])
-    store = store_for(tmp_path / "store", drafter, target, texts, teacher=loss == "kl")
+    store = store_for(tmp_path / "store", drafter, target, texts, soft_labels=loss == "kl")
     online = make_trainer(tmp_path, drafter, target, loss=loss)
     trainer = make_trainer(tmp_path, drafter, target, loss=loss, features=store)
 
@@ -342,7 +324,7 @@ def test_features_that_were_filled_beforehand_are_those_of_the_batch(tmp_path, m
     drafter, texts = tiny_drafter(target), [random_ids(1, n, seed=n) for n in (9, 12, 17)]
     batch = collate([row_of(*texts[:2]), row_of(texts[2], first=2)])
     online = make_trainer(tmp_path, drafter, target, loss="tv")
-    store = store_for(tmp_path / "store", drafter, target, texts, teacher=True)
+    store = store_for(tmp_path / "store", drafter, target, texts, soft_labels=True)
     assert list(fill(store, Target(target), [text[0] for text in texts])) == [0, 1, 2]
     trainer = make_trainer(tmp_path, drafter, target, loss="tv", features=store)
     states = online.target_states(batch["input_ids"], batch["document"])
@@ -368,7 +350,7 @@ WAYS = {
 def naive_loss(trainer, batch, divergence: str, weights) -> float:
     """Sum over the slots with a label, from the logits of the whole target, over the sum of the decayed weights."""
     target, ids = trainer.target.model, batch["input_ids"]
-    teacher = target(ids).logits.double().softmax(-1)
+    soft_labels = target(ids).logits.double().softmax(-1)
     hidden, _ = trainer.losses(trainer.model, batch)
     drafter = target.lm_head(hidden).double().softmax(-1)  # [B, N, K, V]
     slots = trainer.model.config.num_proposals
@@ -378,7 +360,7 @@ def naive_loss(trainer, batch, divergence: str, weights) -> float:
         anchor = int(batch["anchors"][b, n])
         count = sum(label != objective.IGNORE for label in labels)
         q = drafter[b, n, -slots:][:count]  # slot j says token anchor + j, which the target predicts one place before
-        p = teacher[b, anchor : anchor + count]
+        p = soft_labels[b, anchor : anchor + count]
         right = [float(q[j, labels[j]]) for j in range(count)]
         values = {
             "ce": [-math.log(x) for x in right],
@@ -408,7 +390,7 @@ def test_the_loss_is_the_objective_over_the_logits_of_the_target(tmp_path, loss,
 
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_the_logits_of_the_teacher_are_the_targets_own_with_the_final_norm_once(tmp_path, tied):
+def test_the_logits_of_the_soft_labels_are_the_targets_own_with_the_final_norm_once(tmp_path, tied):
     target, ids = tiny_target(tie_word_embeddings=tied), random_ids(2, 9)
     trainer = make_trainer(tmp_path, tiny_drafter(target), target, loss="kl")
     states = trainer.target_states(ids, torch.zeros_like(ids))
@@ -573,66 +555,6 @@ def test_accumulating_gradients_gives_the_step_of_one_batch(tmp_path):
         close(others, weights)
         for name in ("loss", "grad_norm", "accuracy", "accepted", "accuracy_1"):
             assert other_log[name] == pytest.approx(log[name], rel=1e-4), name
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def as_process(rank: int, count: int, port: int, work) -> int:
-    """Fork a child that is process `rank` of `count` of a run, and does `work`."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        work()
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def test_two_processes_train_and_measure_as_one_does(tmp_path):
-    rows = rows_of(*LENGTHS)
-
-    def work(processes: int):
-        fields = {
-            "eval_rows": rows[1:],
-            "eval_prompts": [random_ids(1, 5), random_ids(1, 7)],
-            "eval_strategy": "steps",
-        }
-        weights, log = one_step(
-            tmp_path, rows, 4 // processes, 1, eval_steps=1, ddp_backend="gloo" if processes > 1 else None, **fields
-        )
-        return weights, log
-
-    port = free_port()
-
-    def child(rank):
-        torch.save(work(2), tmp_path / f"rank{rank}.pt")
-
-    children = [as_process(rank, 2, port, lambda rank=rank: child(rank)) for rank in range(2)]
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
-    weights, log = work(1)
-    for rank in range(2):
-        theirs, their_log = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
-        close(theirs, weights)
-        for name in ("loss", "grad_norm", "accuracy", "accuracy_1", "eval_loss", "eval_accuracy", "eval_tau"):
-            assert their_log[name] == pytest.approx(log[name], rel=1e-3), name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
+from dflash_hf.training import DFlashTrainingArguments
 
 
 VOCAB = 64
@@ -168,3 +169,19 @@ def write_folder(folder: Path, raw: dict, tensors: dict[str, torch.Tensor] | Non
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(zlab_tensors(raw) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def training_arguments(folder: Path, **fields) -> DFlashTrainingArguments:
+    """A few quick steps on the CPU, each logged, nothing saved."""
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "num_anchors": 4,
+        "max_steps": 4,
+        "warmup_steps": 0,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
+    return DFlashTrainingArguments(output_dir=str(folder), **{**defaults, **fields})

@@ -153,7 +153,7 @@ def evaluate(
     import transformers
 
     from .. import evaluation
-    from ..training.data import read_prompts
+    from ..training.sources import read_prompts
 
     sets = [(path.stem, read_prompts(path)[-last:]) for path in prompts]
     model, tokenizer, draft_model = load(target, drafter, dtype)

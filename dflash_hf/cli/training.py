@@ -96,9 +96,7 @@ def show_mask(
     num_anchors: Annotated[int, typer.Option(min=1, help="Blocks to draw.")] = 6,
     window: Annotated[int | None, typer.Option(min=1, help="Sliding window of the layer.")] = None,
     causal: Annotated[bool, typer.Option(help="A layer that is causal inside the block.")] = False,
-    length: Annotated[
-        int, typer.Option(min=8, help="Tokens of the row to show, from its first supervised one on.")
-    ] = 48,
+    length: Annotated[int, typer.Option(min=8, help="Tokens to show, around the start of the answer.")] = 48,
 ) -> None:
     """Draw who sees whom in the training of one real row: context, anchors, blocks."""
     from ..training.show_mask import draw_row

@@ -49,7 +49,7 @@ class Manifest:
         revision (`str`, *optional*): commit of the target, when it comes from the Hub.
         weights_hash (`str`): of a sample of the target's weights.
         layer_ids (`tuple[int, ...]`): the tapped layers.
-        teacher (`bool`): whether the hidden state after the final norm follows the taps, for soft labels.
+        soft_labels (`bool`): whether the hidden state after the final norm follows the taps, for soft labels.
         width (`int`): values for each token.
         dtype (`str`): `"bfloat16"`, `"float16"` or `"float32"`.
         tokenizer_hash, template_hash (`str`): of the tokenizer and of its chat template.
@@ -62,7 +62,7 @@ class Manifest:
     revision: str | None
     weights_hash: str
     layer_ids: tuple[int, ...]
-    teacher: bool
+    soft_labels: bool
     width: int
     dtype: str
     tokenizer_hash: str
@@ -73,14 +73,14 @@ class Manifest:
 
 
 def manifest_for(
-    target: Target, config: DFlashConfig, tokenizer: PreTrainedTokenizerBase, dataset, teacher: bool
+    target: Target, config: DFlashConfig, tokenizer: PreTrainedTokenizerBase, dataset, soft_labels: bool
 ) -> Manifest:
     """
     The manifest of the features that a drafter of `config` needs of `dataset`.
 
     Args:
         dataset: has `texts`, the token ids of each document (1-D tensors or lists) in order, and their `lengths`.
-        teacher (`bool`): whether the hidden state after the final norm is kept, too.
+        soft_labels (`bool`): whether the hidden state after the final norm is kept, too.
     """
     return Manifest(
         target=target.model.config._name_or_path,
@@ -88,8 +88,8 @@ def manifest_for(
         revision=getattr(target.model.config, "_commit_hash", None),
         weights_hash=_weights_hash(target.model),
         layer_ids=tuple(config.target_layer_ids),
-        teacher=teacher,
-        width=(len(config.target_layer_ids) + teacher) * target.hidden_size,
+        soft_labels=soft_labels,
+        width=(len(config.target_layer_ids) + soft_labels) * target.hidden_size,
         dtype=str(target.model.dtype).removeprefix("torch."),
         tokenizer_hash=_tokenizer_hash(tokenizer),
         template_hash=_json_hash(tokenizer.chat_template),
@@ -101,10 +101,10 @@ def manifest_for(
 
 @torch.no_grad()
 def target_states(
-    target: Target, layer_ids: Sequence[int], input_ids: torch.Tensor, document: torch.Tensor, *, teacher: bool
+    target: Target, layer_ids: Sequence[int], input_ids: torch.Tensor, document: torch.Tensor, *, soft_labels: bool
 ) -> torch.Tensor:
     """
-    What the frozen target says of some rows: the tapped hidden states `(B, S, M * H)`, and with `teacher` also the one
+    What the frozen target says of some rows: the tapped hidden states `(B, S, M * H)`, with `soft_labels` also the one
     after the final norm, `(B, S, M * H + H)`.
 
     Args:
@@ -116,7 +116,7 @@ def target_states(
     with target.capture(layer_ids) as taps, torch.autocast(input_ids.device.type, enabled=False):
         output = target.decoder(input_ids=input_ids, **places, use_cache=False)
     states = concatenate(taps, layer_ids)
-    return torch.cat([states, output.last_hidden_state.to(states)], dim=-1) if teacher else states
+    return torch.cat([states, output.last_hidden_state.to(states)], dim=-1) if soft_labels else states
 
 
 class FeatureStore:
@@ -324,7 +324,7 @@ def fill(store: FeatureStore, target: Target, texts: Sequence[Sequence[int]]) ->
         if not store.has(i):
             ids = torch.tensor([list(texts[i])], device=target.model.device)
             states = target_states(
-                target, list(manifest.layer_ids), ids, torch.full_like(ids, i), teacher=manifest.teacher
+                target, list(manifest.layer_ids), ids, torch.full_like(ids, i), soft_labels=manifest.soft_labels
             )
             store.write(i, states[0])
             yield i

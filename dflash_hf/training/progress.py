@@ -58,7 +58,7 @@ class StepClock(TrainerCallback):
             seconds[phase] += self.watch.seconds(start, end)
         steps = max(1, self.steps)
         figures = {f"ms_{phase}": round(spent * 1e3 / steps, 2) for phase, spent in seconds.items()}
-        return figures | {"tokens_per_second": round(self.tokens / (time.perf_counter() - self._begin), 1)}
+        return figures | {"tokens_per_second": round(int(self.tokens) / (time.perf_counter() - self._begin), 1)}
 
 
 class TimeBudget(TrainerCallback):

@@ -19,13 +19,16 @@ from ..masking import BLOCKS
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target
 from .arguments import DFlashTrainingArguments, DrafterArguments
-from .data import ConversationDataset, read_prompts
+from .data import ConversationDataset
 from .features import FeatureStore, fill, manifest_for
 from .initialisation import initialise_from_target
+from .sources import read_prompts
 from .trainer import DFlashTrainer, save_drafter
 
 
 logger = logging.get_logger(__name__)
+
+_NEW = ("target", "random")  # what `init_from` says of a drafter without a past
 
 
 def train(
@@ -54,9 +57,10 @@ def train(
     checkpoint = _checkpoint(output, training_arguments.resume_from_checkpoint)
     dataset = read_dataset(tokenizer, arguments, training_arguments, model.config)
     target = Target(model)
-    drafter = _drafter(target, tokenizer, arguments, dataset)
-    if checkpoint is not None:
-        drafter = _resumed(checkpoint, drafter.config)
+    if checkpoint is None:
+        drafter = _drafter(target, tokenizer, arguments, dataset)
+    else:
+        drafter = _resumed(checkpoint, _wanted(target, tokenizer, arguments))
     drafter.set_attn_implementation(_attention(arguments, drafter.config, training_arguments))
     trained, measured = _split(dataset, arguments.num_eval_rows)
     trainer = DFlashTrainer(
@@ -67,7 +71,7 @@ def train(
         features=open_features(target, drafter.config, tokenizer, dataset, arguments, training_arguments),
         train_dataset=trained,
         eval_dataset=measured,
-        eval_prompts=_prompts(tokenizer, arguments, measured),
+        eval_prompts=_prompts(tokenizer, arguments, dataset, measured),
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     last = max((entry["step"] for entry in trainer.state.log_history if _is_evaluation(entry)), default=None)
@@ -117,7 +121,7 @@ def open_features(
     """The store of the features that this run needs, if it keeps them."""
     if arguments.features is None:
         return None
-    manifest = manifest_for(target, config, tokenizer, dataset, teacher=training_arguments.loss != "ce")
+    manifest = manifest_for(target, config, tokenizer, dataset, soft_labels=training_arguments.loss != "ce")
     return FeatureStore(arguments.features, manifest, dataset.lengths)
 
 
@@ -135,7 +139,7 @@ def compute_features(
     """
     dataset = read_dataset(tokenizer, arguments, training_arguments, model.config)
     target = Target(model)
-    config = _drafter(target, tokenizer, arguments, dataset).config
+    config = _wanted(target, tokenizer, arguments)
     store = open_features(target, config, tokenizer, dataset, arguments, training_arguments)
     return store, fill(store, target, dataset.texts)
 
@@ -181,16 +185,16 @@ def _split(dataset: ConversationDataset, num_eval_rows: int) -> tuple[Subset, Su
     return Subset(dataset, sorted(order[:kept])), measured
 
 
-def _prompts(tokenizer, arguments: DrafterArguments, measured: Subset | None) -> list[torch.Tensor]:
+def _prompts(
+    tokenizer, arguments: DrafterArguments, dataset: ConversationDataset, measured: Subset | None
+) -> list[torch.Tensor]:
     """Prompt ids `(1, T)` to measure τ on: of `eval_prompts`, else of the rows that are measured on."""
     if arguments.num_eval_prompts < 1:
         raise ValueError(f"num_eval_prompts={arguments.num_eval_prompts}: at least 1.")
     if arguments.eval_prompts:
-        thinking = {} if arguments.enable_thinking is None else {"enable_thinking": arguments.enable_thinking}
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": False}
         prompts = [
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False, **thinking
-            )
+            tokenizer.apply_chat_template(messages, **options, **dataset.chat_template_kwargs)
             for messages in read_prompts(arguments.eval_prompts)
         ]
     else:
@@ -204,7 +208,7 @@ def _drafter(
     target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments, dataset: ConversationDataset
 ) -> DFlashDraftModel:
     """The drafter before its first step."""
-    if arguments.init_from in ("target", "random"):
+    if arguments.init_from in _NEW:
         drafter = DFlashDraftModel(_configuration(target, tokenizer, arguments))
         if arguments.init_from == "target":
             initialise_from_target(drafter, target, _sample(dataset))
@@ -214,6 +218,13 @@ def _drafter(
         shortlist = dataset.most_frequent(arguments.draft_vocab_size, target.vocab_size)
         drafter.draft_token_ids.copy_(torch.tensor(shortlist))
     return drafter
+
+
+def _wanted(target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments) -> DFlashConfig:
+    """The configuration of the drafter that the arguments describe."""
+    if arguments.init_from in _NEW:
+        return _configuration(target, tokenizer, arguments)
+    return _continued(arguments).config
 
 
 def _continued(arguments: DrafterArguments) -> DFlashDraftModel:

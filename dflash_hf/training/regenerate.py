@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import compat
-from .data import questions_of, read_jsonl, read_rows
+from .sources import questions_of, read_jsonl, read_rows
 
 
 logger = logging.get_logger(__name__)
@@ -158,11 +158,11 @@ def regenerate(
     output, counts = Path(output), Counter()
     conversations = _conversations(prompts, settings, counts)
     answers = Answers(output, _everything_that_matters(model, tokenizer, prompts, settings))
-    total = sum(sum(m["role"] == "user" for m in messages) for _, messages, _ in conversations)
+    turns = [sum(m["role"] == "user" for m in messages) for _, messages, _ in conversations]
     done = counts["there already"] = len(answers.texts)
-    on_batch(done, total, 0)
+    on_batch(done, sum(turns), 0)
     deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-    for turn in range(max(sum(m["role"] == "user" for m in messages) for _, messages, _ in conversations)):
+    for turn in range(max(turns)):
         questions = []
         for index, messages, rest in conversations:
             said = _so_far(messages, turn, index, answers.texts)
@@ -188,7 +188,7 @@ def regenerate(
             new = len(answers.texts) - before
             counts["answered"] += new
             done += new
-            on_batch(done, total, sum(len(row["response_ids"]) for row in rows))
+            on_batch(done, sum(turns), sum(len(row["response_ids"]) for row in rows))
     return counts
 
 

@@ -164,19 +164,19 @@ class DFlashTrainer(Trainer):
         self.clock.end("drafter")
         losses = self.block_losses(hidden, batch["labels"], batch["anchors"], states)
         self.clock.end("loss")
-        self.clock.tokens += int((batch["document"] >= 0).sum())
+        self.clock.tokens += (batch["document"] >= 0).sum()
         return hidden, losses
 
     def target_states(self, input_ids: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
         """What [`features.target_states`] gives for the rows, `(B, S, width)`, or the store has kept of it."""
-        texts = [i for i in document.unique().tolist() if i >= 0]
+        texts = [i for i in document.unique().tolist() if i >= 0] if self.features else []
         if self.features and all(map(self.features.has, texts)):
             states = torch.zeros(*document.shape, self.features.manifest.width, dtype=self.features.dtype)
             for i in texts:
                 states[(document == i).cpu()] = self.features.read(i)
             return states.to(self.args.device)
         layer_ids = self.model.config.target_layer_ids
-        states = target_states(self.target, layer_ids, input_ids, document, teacher=self.args.loss != "ce")
+        states = target_states(self.target, layer_ids, input_ids, document, soft_labels=self.args.loss != "ce")
         if self.features:
             for i in texts:
                 self.features.write(i, states[document == i])
