@@ -10,6 +10,7 @@ from oracles import word_tokenizer
 from tiny import tiny_drafter, tiny_target
 
 from dflash_hf import DFlashDraftModel, reference
+from dflash_hf.training import recipe
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -73,9 +74,33 @@ def test_the_ablations_train_every_arm_and_go_on_after_a_kill(tmp_path, monkeypa
     row = {"prompt_ids": [3, 4], "response_ids": list(range(5, 30))}
     data.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
     prompts.write_text(json.dumps({"prompt": "<5> <6>"}) + "\n")
-    options = ["--data", data, "--prompts", prompts, "--output", tmp_path / "out", "--steps", "2", "--epochs", "2"]
+    options = ["--data", data, "--prompts", prompts, "--output", tmp_path / "out", "--steps", "4"]
     run("ablations.py", monkeypatch, *map(str, options))
     done = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(done) == capsys.readouterr().out.count("paper:") and (tmp_path / "out" / "decay.png").is_file()
+    table = capsys.readouterr().out
+    assert len(done) == table.count("paper:") and (tmp_path / "out" / "decay.png").is_file()
+    monkeypatch.setattr(recipe, "train", None)  # nothing is left to train
     run("ablations.py", monkeypatch, *map(str, options))
-    assert "paper:" not in capsys.readouterr().out
+    assert capsys.readouterr().out == table
+
+
+def test_the_long_context_example_tunes_with_a_window_and_measures_each_length_at_toy_size(
+    tmp_path, monkeypatch, capsys
+):
+    target, tokenizer = tiny_target("llama", vocab_size=72), word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    monkeypatch.setattr(reference, "load_target", lambda dtype: (target.to(getattr(torch, dtype)), tokenizer))
+    data, prompts = tmp_path / "data.jsonl", tmp_path / "prompts.jsonl"
+    turns = [{"role": "user", "content": "<5> <6> <7>"}, {"role": "assistant", "content": "<8> <9> <10> <11> <12>"}]
+    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(32)))
+    prompts.write_text(json.dumps({"prompt": "<5> <6>"}) + "\n")
+    options = ["--drafter", tmp_path / "drafter", "--data", data, "--prompts", prompts, "--output", tmp_path / "out"]
+    options += ["--minutes", "0.02", "--window", "16", "--lengths", "0", "24", "48"]
+    run("long_context.py", monkeypatch, *map(str, options))
+    tuned = DFlashDraftModel.from_pretrained(tmp_path / "out" / "drafter")
+    assert tuned.config.sliding_window == 16 and set(tuned.config.layer_types) == {"sliding_attention"}
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "out" / "long.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(len(row) == 12 for row in rows)  # of 24 conversations, 6 for 48 tokens
+    assert capsys.readouterr().out.count(": tau ") == 3 * 3
+    assert (tmp_path / "out" / "tau.png").is_file()
