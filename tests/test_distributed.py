@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash_hf import DFlashDraftModel
+
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 # What starts several processes is the option for several GPUs, on a CPU as well.
@@ -51,8 +53,13 @@ def test_two_processes_train_what_one_trains_with_the_same_batches(alone, tmp_pa
     check_equal(alone, run(tmp_path, "1", "1", launch=processes(2, "--multi_gpu")))
 
 
-def test_sharded_weights_train_and_decode_without_waiting_for_each_other(alone, tmp_path):
+def test_sharded_weights_train_resume_and_decode_without_waiting_for_each_other(alone, tmp_path):
     fsdp = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     layer = ("--fsdp_transformer_layer_cls_to_wrap", "DFlashDecoderLayer")
     state = ("--fsdp_state_dict_type", "SHARDED_STATE_DICT")
-    check_equal(alone, run(tmp_path, "1", "1", launch=processes(2, *fsdp, *layer, *state)))
+    launch = processes(2, *fsdp, *layer, *state)
+    check_equal(alone, run(tmp_path / "straight", "1", "1", launch=launch))
+    checkpoint = tmp_path / "straight" / "checkpoint-3"
+    loaded = DFlashDraftModel.from_pretrained(checkpoint, dtype="auto")
+    assert loaded.dtype == torch.float32, "a checkpoint of shards is a drafter, too"
+    check_equal(alone, run(tmp_path / "resumed", "1", "1", str(checkpoint), launch=launch))

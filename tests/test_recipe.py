@@ -17,6 +17,7 @@ from dflash_hf import DFlashDraftModel, cli, masking
 from dflash_hf.training import DFlashTrainer, DrafterArguments, recipe, show_mask
 from dflash_hf.training import optimisation as optimisation_module
 from dflash_hf.training import trainer as trainer_module
+from dflash_hf.training.saving import save_drafter
 
 
 WORDS, ROWS = 64, 72  # words of the tokenizer, and rows of the target's embedding
@@ -239,6 +240,31 @@ def test_eval_rows_are_measured_and_never_trained_on(tmp_path, tokenizer, monkey
     assert log[0]["eval_loss"] != log[1]["eval_loss"]
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_conversation_of_several_documents_is_all_trained_on_or_all_measured(tmp_path, pack):
+    # A template that drops earlier answers makes a document of each turn.
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}{{ m['content'] }} {% endif %}{% endfor %}"
+    )
+    tokenizer = word_tokenizer(eos_token="<2>", pad_token="<2>", chat_template=template)
+    rows = [say(*["<5> <6>", "<7> <8> <9>"] * 3)] * 6
+    arguments = recipe_arguments(tmp_path, rows, num_eval_rows=2, pack=pack)
+    _, trainer = run(tmp_path, tokenizer, arguments, max_steps=1, max_length=24, eval_max_new_tokens=2)
+    sides = [{int(i) for row in rows for i in row["document"]} for rows in (trainer.train_dataset, trainer.eval_rows)]
+    lines = [{trainer.train_dataset.lines[i] for i in side} for side in sides]
+    assert sides[0] | sides[1] == set(range(18)) and not lines[0] & lines[1] and len(lines[1]) == 2
+    assert len(trainer.eval_rows) == len(trainer.eval_prompts) == 6, "each document is measured"
+    assert len(trainer.train_dataset) == (4 if pack else 12)
+
+
+def test_a_row_without_a_prompt_is_measured_but_not_continued(tmp_path, tokenizer):
+    rows = [{"prompt_ids": [], "response_ids": [5, 6, 7]}, {"prompt_ids": [3], "response_ids": [5, 6, 7]}]
+    arguments = recipe_arguments(tmp_path, rows * 3, num_eval_rows=5)
+    _, trainer = run(tmp_path, tokenizer, arguments, max_steps=1, eval_max_new_tokens=2)
+    assert len(trainer.eval_rows) == 5 and trainer.state.log_history[-1]["eval_tau"] >= 1
+    assert 2 <= len(trainer.eval_prompts) <= 3 and all(prompt.tolist() == [[3]] for prompt in trainer.eval_prompts)
+
+
 def test_prompts_to_measure_on_are_those_of_the_eval_rows_or_of_a_file(tmp_path, tokenizer):
     arguments = recipe_arguments(tmp_path, num_eval_rows=3, num_eval_prompts=2)
     _, trainer = run(tmp_path, tokenizer, arguments, max_steps=1, eval_max_new_tokens=4)
@@ -377,7 +403,7 @@ def test_a_failure_while_the_drafter_is_saved_leaves_no_half_of_it(tmp_path, tok
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(DFlashDraftModel, "save_pretrained", lambda self, path: (path.mkdir(), 1 / 0))
     with pytest.raises(ZeroDivisionError):
-        trainer_module.save_drafter(trainer.model, folder, trainer.target)
+        save_drafter(trainer.model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

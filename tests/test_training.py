@@ -27,7 +27,7 @@ from dflash_hf.training import (
 )
 from dflash_hf.training import trainer as trainer_module
 from dflash_hf.training.features import FeatureStore, fill, manifest_for
-from dflash_hf.training.trainer import Counts
+from dflash_hf.training.measure import Counts, decode_all
 
 
 KINDS = {
@@ -87,6 +87,13 @@ def at(ids: torch.Tensor, anchors: list[list[int]], document=None, num_predicted
     everything, keep = document >= 0, torch.ones_like(anchors, dtype=torch.bool)
     labels = objective.block_labels(ids, everything, document, anchors, keep, num_predicted)
     return {"input_ids": ids, "document": document, "anchors": anchors, "labels": labels, "supervised": everything}
+
+
+def loss_of(trainer, model, batch: dict) -> torch.Tensor:
+    """The loss of a step of nothing but this batch; blocks that were drawn already stay."""
+    if "labels" not in batch:
+        trainer.add_blocks(batch, 0)
+    return trainer.compute_loss(model, batch, num_items_in_batch=batch["weight"])
 
 
 @torch.no_grad()
@@ -255,7 +262,7 @@ def test_all_attention_implementations_give_one_loss_and_one_gradient(tmp_path, 
         drafter.set_attn_implementation(implementation)
         trainer = make_trainer(tmp_path, drafter, target)
         drafter.zero_grad()
-        loss = trainer.compute_loss(drafter, dict(batch))
+        loss = loss_of(trainer, drafter, dict(batch))
         loss.backward()
         results[implementation] = loss, {name: p.grad.clone() for name, p in drafter.named_parameters()}
     for implementation in implementations[1:]:
@@ -305,7 +312,7 @@ def test_kept_features_give_the_loss_and_the_gradient_of_computed_ones_to_the_la
 
     def value(trainer):
         drafter.zero_grad()
-        found = trainer.compute_loss(drafter, dict(batch))
+        found = loss_of(trainer, drafter, dict(batch))
         found.backward()
         return [found.detach(), *(p.grad.clone() for p in drafter.parameters())]
 
@@ -384,7 +391,7 @@ def test_the_loss_is_the_objective_over_the_logits_of_the_target(tmp_path, loss,
     batch = collate(rows_of(12, 12))
     batch["supervised"][0, 8:] = False
     trainer.add_blocks(batch, 0)
-    found = trainer.compute_loss(drafter, batch)
+    found = loss_of(trainer, drafter, batch)
     assert found.item() == pytest.approx(naive_loss(trainer, batch, loss, naive_weights), rel=1e-4)
 
 
@@ -515,7 +522,7 @@ def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_texts_padded_or_packed(
 
     def loss_and_weight(batch):
         trainer.add_blocks(batch, 0)
-        return trainer.compute_loss(drafter, batch), batch["weight"]
+        return loss_of(trainer, drafter, batch), batch["weight"]
 
     alone = [loss_and_weight(collate([row])) for row in rows]
     expected = sum(loss * weight for loss, weight in alone) / sum(weight for _, weight in alone)
@@ -566,7 +573,7 @@ def test_a_batch_without_an_anchor_costs_nothing_and_touches_every_weight(tmp_pa
     trainer = make_trainer(tmp_path, drafter, target, **fields)
     batch = collate(rows_of(9, 4, prompt=9))
     assert not batch["supervised"].any()
-    loss = trainer.compute_loss(drafter, batch)
+    loss = loss_of(trainer, drafter, batch)
     loss.backward()
     assert loss.item() == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in drafter.parameters())
@@ -578,8 +585,8 @@ def test_a_row_without_an_anchor_adds_nothing_to_its_batch(tmp_path):
     trainer = make_trainer(tmp_path, drafter, target)
     (row,) = rows_of(12)
     nothing = row_of(random_ids(1, 15, seed=5), first=1, prompt=15)
-    close(trainer.compute_loss(drafter, collate([row, nothing])), trainer.compute_loss(drafter, collate([row])))
-    assert trainer.compute_loss(drafter, collate([row])).item() > 0.1
+    close(loss_of(trainer, drafter, collate([row, nothing])), loss_of(trainer, drafter, collate([row])))
+    assert loss_of(trainer, drafter, collate([row])).item() > 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- initialisation
@@ -661,10 +668,11 @@ def test_a_few_steps_lower_the_loss_and_leave_the_target_alone(tmp_path):
         for phase in progress.PHASES:
             assert entry[f"ms_{phase}"] > 0, phase
         assert entry["tokens_per_second"] > 0
+        assert 0.05 < entry["memory_gb"] < 500  # torch alone takes the former
 
 
 def test_every_tensor_of_the_drafter_learns(pair):
-    pair.compute_loss(pair.model, collate(rows_of(16, 16))).backward()
+    loss_of(pair, pair.model, collate(rows_of(16, 16))).backward()
     idle = [name for name, p in pair.model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not idle
 
@@ -683,7 +691,7 @@ def test_at_most_the_asked_number_of_logits_exists_at_once(tmp_path):
     trainer = make_trainer(tmp_path, tiny_drafter(target), target, num_anchors=10, logits_chunk_size=7)
     logits = trainer.head.logits
     trainer.head.logits = lambda hidden: (sizes.append(hidden.shape[:-1].numel()), logits(hidden))[1]
-    trainer.compute_loss(trainer.model, collate(rows_of(16, 16))).backward()
+    loss_of(trainer, trainer.model, collate(rows_of(16, 16))).backward()
     assert sizes == [6] * 10  # blocks of three slots that predict
 
 
@@ -875,10 +883,28 @@ def test_processes_add_up_tokens_and_rounds_before_they_divide(tmp_path, monkeyp
         tmp_path, tiny_drafter(target), target, eval_max_new_tokens=9, eval_prompts=[random_ids(1, 6)]
     )
     mine = trainer.evaluate()["eval_tau"]
-    rounds = len(trainer.model.last_statistics.rounds)
+    rounds = len(decode_all(trainer.target, trainer.model, trainer.eval_prompts, max_new_tokens=9).rounds)
     monkeypatch.setattr(trainer.accelerator, "reduce", lambda sums, reduction: sums + torch.tensor([30, 5]))
     assert mine == round(8 / rounds, 4)
     assert trainer.evaluate()["eval_tau"] == round((8 + 30) / (rounds + 5), 4)
+
+
+def test_evaluation_measures_the_drafter_that_is_saved_and_leaves_the_trained_one_alone(tmp_path, monkeypatch):
+    target, measured = tiny_target().to(torch.bfloat16), []
+    trainer = make_trainer(
+        tmp_path, tiny_drafter(target).float(), target, eval_rows=rows_of(12), eval_prompts=[random_ids(1, 6)]
+    )
+    for name in ("losses", "_tau"):
+        found = getattr(trainer, name)
+        noting = lambda drafter, *args, found=found: (measured.append(drafter), found(drafter, *args))[1]  # noqa: E731
+        monkeypatch.setattr(trainer, name, noting)
+    trainer.model.train()
+    trainer.evaluate()
+    best = DFlashDraftModel.from_pretrained(tmp_path / "best", dtype="auto")
+    for drafter in measured:
+        assert drafter.dtype == best.dtype == torch.bfloat16 and not drafter.training
+        close(dict(drafter.named_parameters()), dict(best.named_parameters()), 0)
+    assert len(measured) == 2 and trainer.model.dtype == torch.float32 and trainer.model.training
 
 
 def test_evaluation_measures_the_held_out_rows_at_the_same_anchors_each_time(tmp_path):
@@ -893,7 +919,7 @@ def test_evaluation_measures_the_held_out_rows_at_the_same_anchors_each_time(tmp
     batch = collate(rows)
     trainer.add_blocks(batch, -1)
     with torch.no_grad():
-        loss = trainer.compute_loss(trainer.model, batch)
+        loss = loss_of(trainer, trainer.model, batch)
     assert first["eval_loss"] == pytest.approx(loss.item(), abs=1e-4)
     assert {"eval_accuracy", "eval_accepted", "eval_accuracy_1", "eval_accuracy_3"} < first.keys()
     trainer.add_blocks(other := collate(rows), 0)
@@ -971,4 +997,4 @@ def test_a_wrapped_drafter_gives_the_loss_of_the_drafter(tmp_path):
     target = tiny_target()
     trainer = make_trainer(tmp_path, tiny_drafter(target), target)
     batch = collate(rows_of(12))
-    close(trainer.compute_loss(Wrapped(trainer.model), dict(batch)), trainer.compute_loss(trainer.model, dict(batch)))
+    close(loss_of(trainer, Wrapped(trainer.model), dict(batch)), loss_of(trainer, trainer.model, dict(batch)))

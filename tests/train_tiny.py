@@ -10,7 +10,7 @@ from dflash_hf.target import Target
 from dflash_hf.training import DFlashTrainer, DFlashTrainingArguments
 
 
-output, batch_size, accumulated = sys.argv[1:]
+output, batch_size, accumulated, *checkpoint = sys.argv[1:]
 target = tiny_target()
 texts = [random_ids(1, 12 + 3 * i, seed=i)[0].tolist() for i in range(8)]
 rows = [
@@ -44,8 +44,8 @@ trainer = DFlashTrainer(
     eval_dataset=rows[6:],
     eval_prompts=[torch.tensor([ids[:4]]) for ids in texts[:3]],
 )
-trainer.train()
-with trainer.whole_drafter() as drafter:
-    if arguments.should_save:
-        save_file({k: v.contiguous() for k, v in drafter.state_dict().items()}, f"{output}/weights.safetensors")
-        trainer.state.save_to_json(f"{output}/log.json")
+trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
+drafter = trainer.saved_drafter()
+if arguments.should_save:
+    save_file({k: v.contiguous() for k, v in drafter.state_dict().items()}, f"{output}/weights.safetensors")
+    trainer.state.save_to_json(f"{output}/log.json")

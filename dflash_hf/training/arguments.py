@@ -1,6 +1,7 @@
 """What `dflash-hf train` takes beyond `transformers.TrainingArguments`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -194,3 +195,37 @@ class DFlashTrainingArguments(TrainingArguments):
 
 
 _DECAY = {7: 4.0, 9: 5.0, 15: 7.0}  # paper, section 4.2: blocks of 8, 10, 16 with fill-in labels
+
+
+def check_run(args: DFlashTrainingArguments, eval_rows, eval_prompts: Sequence) -> None:
+    """Refuse by name the settings of `Trainer` that this trainer does not honour."""
+    if args.eval_strategy != "no" and not eval_rows and not eval_prompts:
+        raise ValueError(
+            f"eval_strategy={args.eval_strategy.value!r} needs something to measure on: give num_eval_rows or "
+            "eval_prompts."
+        )
+    if args.load_best_model_at_end or args.save_strategy == "best":
+        raise ValueError(
+            "load_best_model_at_end and save_strategy='best' are not supported: the drafter with the best τ is kept "
+            "in `best` anyway."
+        )
+    if args.max_minutes and args.lr_scheduler_type != "cosine":
+        raise ValueError(
+            f"lr_scheduler_type={args.lr_scheduler_type.value!r}: with max_minutes the learning rate follows a cosine "
+            "over the clock; leave one of the two out."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process for one GPU (CUDA_VISIBLE_DEVICES=0).")
+
+
+def check_sharding(args: DFlashTrainingArguments, *, sharded: bool, deepspeed: bool) -> None:
+    """Refuse what needs whole weights where they are not."""
+    if args.muon and deepspeed:
+        raise ValueError(
+            "muon=True: DeepSpeed flattens the matrices that Muon needs whole; use DDP or FSDP 2, or leave muon out."
+        )
+    if args.ema_decay and sharded:
+        raise ValueError(
+            f"ema_decay={args.ema_decay}: the average needs whole weights in every process; use DDP, or leave "
+            "ema_decay out."
+        )

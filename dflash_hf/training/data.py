@@ -4,6 +4,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ class ConversationDataset(Dataset):
         self.lengths: list[int] = np.diff(self._starts).tolist()
         self.num_tokens, self.num_supervised = len(self._ids), int(self._supervised.sum())
         self._check_mask()
-        self._rows = first_fit_decreasing(self.lengths, max_length) if pack else [[i] for i in range(len(self.lines))]
+        self._arrange(range(len(self.lines)))
         logger.info(self.report())
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -178,6 +179,21 @@ class ConversationDataset(Dataset):
                 "the prompts too. Put the `{% generation %}` tags of the chat template around assistant turns only, "
                 "or give the prompt of each row in `prompt_ids`."
             )
+
+    def _arrange(self, documents: Sequence[int]) -> None:
+        """Put `documents` into rows."""
+        if self.pack:
+            packed = first_fit_decreasing([self.lengths[i] for i in documents], self.max_length)
+            self._rows = [[documents[i] for i in row] for row in packed]
+        else:
+            self._rows = [[i] for i in documents]
+
+    def select(self, documents: Sequence[int], *, pack: bool = True) -> "ConversationDataset":
+        """Only `documents`, in rows of their own, each alone without `pack`; they keep their numbers."""
+        part = copy(self)
+        part.pack = self.pack and pack
+        part._arrange(documents)
+        return part
 
     def report(self) -> str:
         """Several lines for people: rows, tokens, how many the target wrote, and what was left out."""

@@ -1,5 +1,6 @@
 """What a training run says and how it spends its time: the clock of a step, the time budget, the progress bar."""
 
+import sys
 import time
 
 import torch
@@ -11,6 +12,20 @@ from ..metrics import Stopwatch
 
 
 PHASES = ("target", "drafter", "loss", "backward", "optimiser")
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory that this process has held so far, in 10^9 bytes: the accelerator's, or the machine's for a CPU."""
+    if device.type != "cpu":
+        return round(torch.accelerator.max_memory_allocated(device) / 1e9, 3)
+    if sys.platform == "win32":
+        import psutil
+
+        return round(psutil.Process().memory_info().peak_wset / 1e9, 3)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
 
 
 class StepClock(TrainerCallback):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
@@ -22,8 +21,9 @@ from .arguments import DFlashTrainingArguments, DrafterArguments
 from .data import ConversationDataset
 from .features import FeatureStore, fill, manifest_for
 from .initialisation import initialise_from_target
+from .saving import save_drafter
 from .sources import read_prompts
-from .trainer import DFlashTrainer, save_drafter
+from .trainer import DFlashTrainer
 
 
 logger = logging.get_logger(__name__)
@@ -62,14 +62,14 @@ def train(
     else:
         drafter = _resumed(checkpoint, _wanted(target, tokenizer, arguments))
     drafter.set_attn_implementation(_attention(arguments, drafter.config, training_arguments))
-    trained, measured = _split(dataset, arguments.num_eval_rows)
+    rows, measured = _split(dataset, arguments.num_eval_rows)
     trainer = DFlashTrainer(
         drafter,
         training_arguments,
         target=target,
         lines=dataset.lines,
         features=open_features(target, drafter.config, tokenizer, dataset, arguments, training_arguments),
-        train_dataset=trained,
+        train_dataset=rows,
         eval_dataset=measured,
         eval_prompts=_prompts(tokenizer, arguments, dataset, measured),
     )
@@ -78,10 +78,10 @@ def train(
     if (measured or trainer.eval_prompts) and last != trainer.state.global_step:
         trainer.evaluate()
     folder = output / "drafter"
-    with trainer.whole_drafter() as whole:
-        if training_arguments.should_save:
-            save_drafter(whole, folder, target)
-            _save_history(trainer, arguments, dataset, folder)
+    trained = trainer.saved_drafter()
+    if training_arguments.should_save:
+        save_drafter(trained, folder)
+        _save_history(trainer, arguments, dataset, folder)
     trainer.accelerator.wait_for_everyone()
     return folder, trainer
 
@@ -172,21 +172,24 @@ def _attention(arguments: DrafterArguments, config: DFlashConfig, training_argum
     return BLOCKS if on_cpu and config.conditioning == "kv" else "sdpa"
 
 
-def _split(dataset: ConversationDataset, num_eval_rows: int) -> tuple[Subset, Subset | None]:
-    """The rows to train on, and some to measure on. Document numbers stay those of the whole."""
-    if not 0 <= num_eval_rows < len(dataset):
+def _split(dataset: ConversationDataset, num_eval_rows: int) -> tuple[ConversationDataset, ConversationDataset | None]:
+    """The rows to train on, and some to measure on. A line of the file is all on one side."""
+    lines = sorted(set(dataset.lines))
+    if not 0 <= num_eval_rows < len(lines):
         raise ValueError(
-            f"num_eval_rows={num_eval_rows}: the data has {len(dataset)} rows, and at least one must be trained on."
+            f"num_eval_rows={num_eval_rows}: the data has {len(lines)} rows, and at least one must be trained on."
         )
     # Drawn, since the file may be in some order; always the same ones, whatever the seed of the training.
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-    kept = len(dataset) - num_eval_rows
-    measured = Subset(dataset, sorted(order[kept:])) if num_eval_rows else None
-    return Subset(dataset, sorted(order[:kept])), measured
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()
+    drawn = {lines[i] for i in order[len(lines) - num_eval_rows :]}
+    sides = ([], [])
+    for document, line in enumerate(dataset.lines):
+        sides[line in drawn].append(document)
+    return dataset.select(sides[False]), dataset.select(sides[True], pack=False) if drawn else None
 
 
 def _prompts(
-    tokenizer, arguments: DrafterArguments, dataset: ConversationDataset, measured: Subset | None
+    tokenizer, arguments: DrafterArguments, dataset: ConversationDataset, measured: ConversationDataset | None
 ) -> list[torch.Tensor]:
     """Prompt ids `(1, T)` to measure τ on: of `eval_prompts`, else of the rows that are measured on."""
     if arguments.num_eval_prompts < 1:
@@ -198,7 +201,7 @@ def _prompts(
             for messages in read_prompts(arguments.eval_prompts)
         ]
     else:
-        rows = measured or []
+        rows = [row for row in measured or [] if not row["supervised"][0]]  # the others have no prompt
         prompts = [row["input_ids"][: int(row["supervised"].long().argmax())].unsqueeze(0) for row in rows]
     return prompts[-arguments.num_eval_prompts :]
 

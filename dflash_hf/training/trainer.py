@@ -2,10 +2,9 @@
 
 import copy
 import math
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,13 +18,14 @@ from .. import masking, objective
 from ..modeling_dflash import DFlashDraftModel
 from ..proposal import ProposalHead
 from ..target import Target
-from .arguments import DFlashTrainingArguments
+from .arguments import DFlashTrainingArguments, check_run, check_sharding
 from .data import EpochSampler, collate, positions
 from .features import FeatureStore, target_states
 from .measure import Counts, decode_all
 from .optimisation import FiniteGuard, WeightAverage, muon_with_adamw
 from .plots import plot_curves
-from .progress import RichProgress, StepClock, TimeBudget
+from .progress import RichProgress, StepClock, TimeBudget, peak_memory_gb
+from .saving import replace_folder, save_drafter
 
 
 logger = logging.get_logger(__name__)
@@ -64,10 +64,10 @@ class DFlashTrainer(Trainer):
         **kwargs,
     ):
         target.check_pair(model)
-        _check_arguments(args, eval_dataset, eval_prompts)
+        check_run(args, eval_dataset, eval_prompts)
         # Trainer evaluates only if it is given a data set; ours may measure on prompts alone.
         super().__init__(model, args, data_collator=collate, eval_dataset=eval_dataset or [], **kwargs)
-        _check_sharding(
+        check_sharding(
             args, sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled, deepspeed=self.is_deepspeed_enabled
         )
         self.target, self.features = target, features
@@ -145,15 +145,10 @@ class DFlashTrainer(Trainer):
         So neither the batch that a text is in, nor gradient accumulation, nor the number of processes changes what a
         text contributes.
         """
-        if "labels" not in inputs:
-            self.add_blocks(inputs, self.state.global_step)
-        weight = inputs["weight"] if num_items_in_batch is None else num_items_in_batch
-        hidden, losses = self.losses(model, inputs)
+        _, losses = self.losses(model, inputs)
         self.guard.watch(losses.sum(1), inputs["document"])
-        loss = losses.sum() / weight.clamp(min=1e-6)
-        if num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # DDP averages the gradients
-        return (loss, {"losses": losses, "hidden": hidden}) if return_outputs else loss
+        # DDP averages the gradients.
+        return losses.sum() / num_items_in_batch.clamp(min=1e-6) * self.accelerator.num_processes
 
     def losses(self, model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the blocks, `(B, N, K, H)`, and the loss of each, `(B, N)`, not divided by anything."""
@@ -209,9 +204,10 @@ class DFlashTrainer(Trainer):
             )
             for window, causal in self.model.layer_kinds()
         }
+        dtype = next(model.parameters()).dtype
         output = model(
-            noise_embeds=self.target.embed(block_ids.flatten(1)).to(self.model.dtype),
-            context_hidden_states=states[..., : self.model.fc.in_features].to(self.model.dtype),
+            noise_embeds=self.target.embed(block_ids.flatten(1)).to(dtype),
+            context_hidden_states=states[..., : self.model.fc.in_features].to(dtype),
             position_ids=torch.cat([place, (place.gather(1, anchors).unsqueeze(-1) + offsets).flatten(1)], dim=1),
             attention_mask=masks,
         )
@@ -266,6 +262,7 @@ class DFlashTrainer(Trainer):
         """Add to each log line of the training what its slots got right and where its time went."""
         if "loss" in logs:
             logs |= self._counts.summary(self.accelerator) | self.clock.summary()
+            logs["memory_gb"] = peak_memory_gb(self.args.device)
             self._counts.reset()
             self.clock.reset()
             if self.budget:
@@ -274,14 +271,14 @@ class DFlashTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """
-        Measure the drafter as it would be saved: accuracy on the held-out rows, τ on the prompts by the real decoding
+        Measure the drafter as it is saved: accuracy on the held-out rows, τ on the prompts by the real decoding
         loop, greedily. The processes share rows and prompts; the best drafter by τ so far is kept in `best`.
         """
-        with self.whole_drafter() as drafter:
-            metrics = self._accuracy(drafter) | self._tau(drafter)
-            best = max((entry.get("eval_tau", 0.0) for entry in self.state.log_history), default=0.0)
-            if metrics.get("tau", 0.0) > best and self.args.should_save:
-                save_drafter(drafter, Path(self.args.output_dir, "best"), self.target)
+        drafter = self.saved_drafter()
+        metrics = self._accuracy(drafter) | self._tau(drafter)
+        best = max((entry.get("eval_tau", 0.0) for entry in self.state.log_history), default=0.0)
+        if metrics.get("tau", 0.0) > best and self.args.should_save:
+            save_drafter(drafter, Path(self.args.output_dir, "best"))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -289,28 +286,27 @@ class DFlashTrainer(Trainer):
         self.clock.reset()
         return metrics
 
-    @contextmanager
-    def whole_drafter(self) -> Iterator[DFlashDraftModel]:
+    def saved_drafter(self) -> DFlashDraftModel:
         """
-        The drafter as it would be saved, in evaluation mode: averaged weights if they are kept, and whole.
+        A copy of the drafter as it is saved: with averaged weights if they are kept, in the target's dtype, whole.
 
-        Where the weights are sharded (FSDP, ZeRO 3) it is a copy that every process gets: decoding then needs no
-        collective call, and prompts that take different numbers of rounds cannot make one process wait for another.
-        All processes must enter together.
+        Where the weights are sharded (FSDP, ZeRO 3) every process gets the copy: decoding then needs no collective
+        call, and prompts that take different numbers of rounds cannot make one process wait for another. All
+        processes must call it together.
         """
+        with self.average.applied() if self.average else nullcontext():
+            return self._whole_copy().to(self.target.model.dtype).eval()
+
+    def _whole_copy(self) -> DFlashDraftModel:
+        """The drafter in the dtype that is trained, on every process."""
         drafter = self.accelerator.unwrap_model(self.model)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            state = [self.accelerator.get_state_dict(self.model_wrapped)]  # complete on the first process
-            broadcast_object_list(state)
-            drafter = DFlashDraftModel(drafter.config).to(self.args.device)
-            drafter.load_state_dict(state[0])
-        was_training = drafter.training
-        drafter.eval()
-        try:
-            with self.average.applied() if self.average else nullcontext():
-                yield drafter
-        finally:
-            drafter.train(was_training)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            return copy.deepcopy(drafter)
+        state = [self.accelerator.get_state_dict(self.model_wrapped)]  # complete on the first process
+        broadcast_object_list(state)
+        drafter = DFlashDraftModel(drafter.config).to(self.args.device)
+        drafter.load_state_dict(state[0])
+        return drafter
 
     @torch.no_grad()
     def _accuracy(self, drafter: DFlashDraftModel) -> dict[str, float]:
@@ -323,7 +319,7 @@ class DFlashTrainer(Trainer):
             batch = {name: tensor.to(self.args.device) for name, tensor in collate([self.eval_rows[i]]).items()}
             self.add_blocks(batch, _EVALUATION)
             with self.compute_loss_context_manager():
-                losses = self.losses(drafter, batch)[1]
+                _, losses = self.losses(drafter, batch)
             sums += torch.stack([losses.sum(), batch["weight"]])
         loss, weight = self.accelerator.reduce(sums, reduction="sum").tolist()
         metrics = {"loss": round(loss / max(weight, 1e-6), 4)} | self._counts.summary(self.accelerator)
@@ -357,7 +353,8 @@ class DFlashTrainer(Trainer):
         words = len(self.model.draft_token_ids) if self.model.draft_token_ids is not None else self.target.num_logits
         slots = self.args.logits_chunk_size
         logger.info(
-            "Logits: at most %d slots x %d words in float32 at once, with their gradient %.2f GB (logits_chunk_size).",
+            "Logits: at most %d slots x %d words at once, in float32 with their gradient %.2f GB: logits_chunk_size "
+            "bounds it. The log has the peak of all memory of the process as memory_gb.",
             slots, words, 2 * 4 * slots * words / 1e9,
         )  # fmt: skip
 
@@ -410,6 +407,10 @@ class DFlashTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.output_dir = str(root)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # shards alone are no drafter
+            drafter = self._whole_copy()
+            if self.args.should_save:
+                drafter.save_pretrained(staging / name)
         if self.average and self.args.should_save:
             self.average.save(staging / name)
         self.accelerator.wait_for_everyone()
@@ -426,55 +427,3 @@ class DFlashTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.average:
             self.average.load(resume_from_checkpoint)
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Put the folder `new` in the place of `old`, which is deleted once `new` is there."""
-    aside = old.with_name(f".{old.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if old.exists():
-        os.replace(old, aside)
-    os.replace(new, old)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def save_drafter(drafter: DFlashDraftModel, folder: Path, target: Target) -> None:
-    """Save the drafter in the target's dtype under a temporary name, then rename it to `folder`."""
-    staging = folder.with_name(f".{folder.name}")
-    shutil.rmtree(staging, ignore_errors=True)
-    copy.deepcopy(drafter).to(target.model.dtype).save_pretrained(staging)
-    replace_folder(staging, folder)
-
-
-def _check_arguments(args: DFlashTrainingArguments, eval_rows, eval_prompts: Sequence) -> None:
-    """Refuse by name the settings of `Trainer` that this trainer does not honour."""
-    if args.eval_strategy != "no" and not eval_rows and not eval_prompts:
-        raise ValueError(
-            f"eval_strategy={args.eval_strategy.value!r} needs something to measure on: give num_eval_rows or "
-            "eval_prompts."
-        )
-    if args.load_best_model_at_end or args.save_strategy == "best":
-        raise ValueError(
-            "load_best_model_at_end and save_strategy='best' are not supported: the drafter with the best τ is kept "
-            "in `best` anyway."
-        )
-    if args.max_minutes and args.lr_scheduler_type != "cosine":
-        raise ValueError(
-            f"lr_scheduler_type={args.lr_scheduler_type.value!r}: with max_minutes the learning rate follows a cosine "
-            "over the clock; leave one of the two out."
-        )
-    if args.n_gpu > 1:
-        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process for one GPU (CUDA_VISIBLE_DEVICES=0).")
-
-
-def _check_sharding(args: DFlashTrainingArguments, *, sharded: bool, deepspeed: bool) -> None:
-    """Refuse what needs whole weights where they are not."""
-    if args.muon and deepspeed:
-        raise ValueError(
-            "muon=True: DeepSpeed flattens the matrices that Muon needs whole; use DDP or FSDP 2, or leave muon out."
-        )
-    if args.ema_decay and sharded:
-        raise ValueError(
-            f"ema_decay={args.ema_decay}: the average needs whole weights in every process; use DDP, or leave "
-            "ema_decay out."
-        )
