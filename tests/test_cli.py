@@ -20,6 +20,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 def pair(tmp_path, monkeypatch):
     """A tiny pair in the place of the embedded one."""
     target, tokenizer = tiny_target("llama"), word_tokenizer()
+    target.config._name_or_path = f"/some/folder/{reference.NAME}"
     tokenizer.chat_template = TEMPLATE
     drafter = tmp_path / "drafter"
     tiny_drafter(target).save_pretrained(drafter)

@@ -76,7 +76,7 @@ def test_the_ablations_train_every_arm_and_go_on_after_a_kill(tmp_path, monkeypa
     prompts.write_text(json.dumps({"prompt": "<5> <6>"}) + "\n")
     options = ["--data", data, "--prompts", prompts, "--output", tmp_path / "out", "--steps", "4"]
     run("ablations.py", monkeypatch, *map(str, options))
-    done = json.loads((tmp_path / "out" / "results.json").read_text())
+    done = json.loads((tmp_path / "out" / "data-4-steps.json").read_text())
     table = capsys.readouterr().out
     assert len(done) == table.count("paper:") and (tmp_path / "out" / "decay.png").is_file()
     monkeypatch.setattr(recipe, "train", None)  # nothing is left to train

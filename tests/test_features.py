@@ -54,10 +54,21 @@ def open_store(folder, lengths=LENGTHS, *, shard_tokens: int = 6, **fields) -> F
 
 
 def random_features(document: int, lengths=LENGTHS, dtype=torch.float32) -> torch.Tensor:
-    """Any bytes at all, NaN, infinities and denormals among them."""
+    """Any bytes at all that are finite numbers, denormals and both zeros among them."""
     generator = torch.Generator().manual_seed(document)
     raw = torch.randint(0, 256, (lengths[document], WIDTH * dtype.itemsize), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype)
+    numbers = raw.view(dtype)
+    return torch.where(numbers.isfinite(), numbers, torch.tensor(-0.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_features_that_are_not_finite_are_refused_and_stay_missing(tmp_path, value):
+    store = FeatureStore(tmp_path / "store", manifest(), LENGTHS)
+    features = random_features(2)
+    features[-1, -1] = value
+    with pytest.raises(ValueError, match="document=2: its features are not finite"):
+        store.write(2, features)
+    assert not store.has(2)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

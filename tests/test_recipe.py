@@ -1,7 +1,10 @@
 """From a file of answers to a drafter folder: what is refused, what is saved, and runs that are interrupted."""
 
+import dataclasses
 import errno
 import json
+import shlex
+import shutil
 import sys
 
 import pytest
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, cli, masking
+from dflash_hf.cli.training import _training_options
 from dflash_hf.training import DFlashTrainer, DrafterArguments, recipe, show_mask
 from dflash_hf.training import optimisation as optimisation_module
 from dflash_hf.training import trainer as trainer_module
@@ -67,6 +71,8 @@ def recipe_arguments(tmp_path, rows=None, **fields) -> DrafterArguments:
 
 
 def run(tmp_path, tokenizer, arguments=None, target=None, **fields):
+    if "resume_from_checkpoint" not in fields:
+        shutil.rmtree(tmp_path / "out" / "drafter", ignore_errors=True)  # of another run of the test
     target = tiny_target(vocab_size=ROWS) if target is None else target
     arguments = arguments or recipe_arguments(tmp_path)
     return recipe.train(
@@ -76,7 +82,9 @@ def run(tmp_path, tokenizer, arguments=None, target=None, **fields):
 
 # ------------------------------------------------------------------------------------------------------- what is saved
 def test_a_drafter_that_loads_is_saved_with_how_it_came_to_be(tmp_path, tokenizer):
-    folder, trainer = run(tmp_path, tokenizer, save_strategy="steps", save_steps=1, loss_decay=3.0, hub_token="secret")
+    fields = {"save_strategy": "steps", "save_steps": 1, "loss_decay": 3.0, "lr_scheduler_kwargs": {"num_cycles": 0.4}}
+    arguments = recipe_arguments(tmp_path, num_eval_rows=1, conditioning="kv")
+    folder, trainer = run(tmp_path, tokenizer, arguments, eval_strategy="epoch", hub_token="secret", **fields)
     assert "secret" not in (folder / "training.json").read_text()
     assert folder == tmp_path / "out" / "drafter"
     drafter = DFlashDraftModel.from_pretrained(folder)
@@ -85,9 +93,15 @@ def test_a_drafter_that_loads_is_saved_with_how_it_came_to_be(tmp_path, tokenize
     config = drafter.config
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (4, WORDS, [2])
     assert (config.target_name, config.qk_norm) == ("me/target", True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2", "drafter"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["best", "checkpoint-1", "checkpoint-2", "drafter"]
     history = json.loads((folder / "training.json").read_text())
-    assert history["command"].startswith("dflash-hf train --data=") and "--loss_decay=3.0" in history["command"]
+    command = shlex.split(history["command"])
+    assert command[:2] == ["dflash-hf", "train"]
+    again, training = _training_options(command[2:], "dflash-hf train")
+    assert again == arguments
+    for field in dataclasses.fields(training):
+        if field.init and field.name != "hub_token":
+            assert getattr(training, field.name) == getattr(trainer.args, field.name), field.name
     settings = history["settings"]
     assert (settings["block_size"], settings["loss_decay"], settings["target"]) == (4, 3.0, "me/target")
     assert "loss_base" not in settings, "what is at its default is left out"
@@ -195,6 +209,56 @@ def test_checkpoints_of_another_training_are_never_overwritten(tmp_path, tokeniz
     run(tmp_path, tokenizer, save_strategy="steps", save_steps=2)
     with pytest.raises(ValueError, match="already holds checkpoint-2.*resume_from_checkpoint last"):
         run(tmp_path, tokenizer)
+
+
+def test_a_drafter_of_another_training_is_never_overwritten(tmp_path, tokenizer):
+    folder, _ = run(tmp_path, tokenizer)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="already holds a drafter"):
+        recipe.train(
+            tiny_target(vocab_size=ROWS), tokenizer, recipe_arguments(tmp_path), training_arguments(tmp_path / "out")
+        )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_that_is_resumed_elsewhere_keeps_its_own_best_drafter(tmp_path, tokenizer):
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "eval_max_new_tokens": 4, "save_strategy": "steps"}
+    arguments = recipe_arguments(tmp_path, num_eval_rows=2)
+    _, first = run(tmp_path, tokenizer, arguments, save_steps=1, **fields)
+    first.state.log_history.append({"eval_tau": 99.0, "step": 2})
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state["log_history"].append({"eval_tau": 99.0, "step": 1})  # a τ that is never reached again
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "other").mkdir()
+    _, other = recipe.train(
+        tiny_target(vocab_size=ROWS),
+        tokenizer,
+        arguments,
+        training_arguments(tmp_path / "other", resume_from_checkpoint=str(checkpoint), max_steps=2, seed=5, **fields),
+    )
+    assert other.best_folder == tmp_path / "other" / "best" and other.best_folder.exists()
+
+
+def test_a_mask_token_that_stands_in_the_data_is_refused_with_its_lines(tmp_path, tokenizer):
+    rows = [*texts(2), {"prompt_ids": [5, 6], "response_ids": [7, 70, 8]}, *texts(1)]
+    with pytest.raises(ValueError, match=r"mask_token_id=70: .*data\.jsonl, line 3 has this token \(1 lines"):
+        run(tmp_path, tokenizer, recipe_arguments(tmp_path, rows, mask_token_id=70))
+
+
+def test_rows_beyond_what_the_target_reads_are_refused(tmp_path, tokenizer):
+    target = tiny_target(vocab_size=ROWS, max_position_embeddings=16)
+    rows = [*texts(2), {"prompt_ids": [5] * 4, "response_ids": [6] * 13}]
+    with pytest.raises(ValueError, match="max_length=3072: a row has 17 tokens, and the target reads 16"):
+        run(tmp_path, tokenizer, recipe_arguments(tmp_path, rows), target=target, max_length=3072)
+    run(tmp_path, tokenizer, recipe_arguments(tmp_path, rows), target=target, max_steps=1, max_length=16)
+
+
+def test_packing_is_refused_where_the_target_s_attention_would_mix_the_texts(tmp_path, tokenizer):
+    target = tiny_target(vocab_size=ROWS)
+    target.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="pack=True: .*'flash_attention_2' of the target"):
+        run(tmp_path, tokenizer, recipe_arguments(tmp_path, pack=True), target=target)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path, tokenizer):
@@ -449,6 +513,8 @@ def test_a_given_drafter_goes_on_with_its_weights_and_the_shortlist_and_window_a
         ({"mask_token_id": 69}, "mask_token_id=69: .* has 70"),
         ({"conditioning": "none"}, "conditioning='none': .* has 'kv'"),
         ({"drafting": "autoregressive"}, "drafting='autoregressive': .* has 'parallel'"),
+        ({"block_size": 8, "drafter_layers": 2}, "block_size=8: .* has 4"),  # a default, but asked for
+        ({"drafter_layers": 3}, "drafter_layers=3: .* has 2"),
     ],
 )
 def test_a_given_drafter_of_another_geometry_is_refused_by_name(tmp_path, tokenizer, fields, words):
@@ -559,8 +625,12 @@ def test_options_come_from_a_yaml_file_and_flags_win(tmp_path, folder):
     history = json.loads((tmp_path / "out" / "drafter" / "training.json").read_text())
     assert history["settings"]["loss_decay"] == 3.0
     settings.write_text("- a\n- b\n")
-    with pytest.raises(ValueError, match=r"run\.yaml: a mapping from options to values was expected"):
+    with pytest.raises(ValueError, match=r"run\.yaml: a mapping from options to words was expected"):
         invoke("train", settings)
+    for text, words in [("data: [a, b]", "write nested values as JSON"), ("a: b: c", "run.yaml: not YAML")]:
+        settings.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            invoke("train", settings)
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])

@@ -237,7 +237,6 @@ def test_the_batch_size_may_change_between_runs(tmp_path, target, tokenizer, mon
         ({"max_new_tokens": 9}, "max_new_tokens=8, this run has 9"),
         ({"do_sample": True}, "do_sample=False, this run has True"),
         ({"seed": 1}, "seed=0, this run has 1"),
-        ({"enable_thinking": False}, "enable_thinking=None, this run has False"),
         ({"shard": (0, 2)}, r"shard=\[0, 1\], this run has \[0, 2\]"),
     ],
 )
@@ -248,6 +247,20 @@ def test_answers_of_other_settings_are_refused_by_name(tmp_path, target, tokeniz
     with pytest.raises(ValueError, match=f"was written with {words}"):
         regenerate(target, tokenizer, prompts, output, settings(**{"max_new_tokens": 8, **fields}))
     assert output.read_bytes() == before
+
+
+def test_a_thinking_flag_must_be_read_by_the_template_and_stays_in_one_file(tmp_path, target, tokenizer):
+    prompts, output = prompt_file(tmp_path / "p.jsonl", 2), tmp_path / "answers.jsonl"
+    how = settings(max_new_tokens=4, enable_thinking=False)
+    with pytest.raises(ValueError, match="enable_thinking=False, but the chat template does not read"):
+        regenerate(target, tokenizer, prompts, output, how)
+    assert not output.exists()
+    thinks = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<9> {% endif %}"
+    other = word_tokenizer(eos_token="<2>", pad_token="abcdef", chat_template=thinks)
+    regenerate(target, other, prompts, output, how)
+    assert all(row["prompt_ids"][-1] == 9 for row in by_turn(output).values())
+    with pytest.raises(ValueError, match="was written with enable_thinking=False, this run has None"):
+        regenerate(target, other, prompts, output, settings(max_new_tokens=4))
 
 
 def test_answers_to_other_prompts_or_by_another_dtype_or_template_are_refused(tmp_path, target, tokenizer):

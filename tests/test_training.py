@@ -750,6 +750,19 @@ def test_the_clock_ends_the_training(tmp_path):
     assert trainer.state.log_history[0]["minutes"] >= 0
 
 
+def test_what_was_trained_when_the_clock_ends_is_in_a_checkpoint_and_in_the_log(tmp_path):
+    target = tiny_target()
+    for strategy in ("steps", "no"):
+        fields = {"max_minutes": 1e-7, "save_strategy": strategy, "save_steps": 40, "logging_steps": 40}
+        trainer = make_trainer(tmp_path / strategy, tiny_drafter(target), target, rows_of(*[12] * 4), **fields)
+        trainer.train()
+        assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1]
+        checkpoint = tmp_path / strategy / "checkpoint-1"
+        assert checkpoint.exists() == (strategy == "steps")
+    weights = DFlashDraftModel.from_pretrained(tmp_path / "steps" / "checkpoint-1").state_dict()
+    assert set(weights) == set(trainer.model.state_dict())
+
+
 def test_the_learning_rate_follows_whichever_is_further_the_steps_or_the_clock(tmp_path):
     target = tiny_target()
     trainer = make_trainer(tmp_path, tiny_drafter(target), target, max_minutes=10, learning_rate=1.0, warmup_steps=0.1)
@@ -781,7 +794,7 @@ def test_minutes_before_a_resume_count():
     assert budget.progress() == pytest.approx(0.6, abs=0.01)
     budget._start = time.monotonic() - 4.1 * 60
     control = SimpleNamespace(should_training_stop=False)
-    budget.on_step_end(None, state, control)
+    budget.on_step_end(SimpleNamespace(save_strategy="no"), state, control)
     assert control.should_training_stop
 
 
@@ -789,7 +802,7 @@ def test_all_processes_follow_the_clock_of_the_first():
     budget = progress.TimeBudget(10.0, lambda own: 11.0)
     state, control = SimpleNamespace(log_history=[]), SimpleNamespace(should_training_stop=False)
     budget.on_train_begin(None, state, None)
-    budget.on_step_end(None, state, control)
+    budget.on_step_end(SimpleNamespace(save_strategy="no"), state, control)
     assert control.should_training_stop and budget.elapsed() == 11.0
 
 
@@ -807,12 +820,41 @@ def test_the_bar_shows_step_and_latest_figures_and_ends(tmp_path, monkeypatch):
     assert f"loss {loss:.3f}" in last and "accepted" in last
 
 
+def test_where_no_bar_is_drawn_each_log_line_is_one_line_at_once(tmp_path, monkeypatch):
+    screen, seen = io.StringIO(), []
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=False, width=200))
+    target = tiny_target()
+    trainer = make_trainer(
+        tmp_path, tiny_drafter(target), target, rows_of(12, 12), max_steps=2, logging_steps=1, disable_tqdm=False
+    )
+    step = trainer.training_step
+    monkeypatch.setattr(trainer, "training_step", lambda *args: (seen.append(screen.getvalue()), step(*args))[1])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert seen[1].startswith(f"step 1  loss {losses[0]:.3f}")
+    assert f"step 2  loss {losses[1]:.3f}" in screen.getvalue()
+
+
+def test_a_training_that_fails_gives_the_terminal_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=io.StringIO(), force_terminal=True, width=200))
+    target = tiny_target()
+    trainer = make_trainer(tmp_path, tiny_drafter(target), target, rows_of(12, 12), max_steps=2, disable_tqdm=False)
+    monkeypatch.setattr(trainer, "training_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not trainer.progress.bar.live.is_started
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps' needs something to measure on"),
         ({"save_strategy": "best", "metric_for_best_model": "tau"}, "save_strategy='best'"),
         ({"max_minutes": 1, "lr_scheduler_type": "constant"}, "lr_scheduler_type='constant'"),
+        ({"max_minutes": 1, "warmup_steps": 20}, "warmup_steps=20"),
+        ({"push_to_hub": True}, "push_to_hub=True"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True"),
     ],
 )
 def test_settings_of_the_trainer_that_are_not_honoured_are_refused(tmp_path, fields, words):
@@ -905,6 +947,26 @@ def test_evaluation_measures_the_drafter_that_is_saved_and_leaves_the_trained_on
         assert drafter.dtype == best.dtype == torch.bfloat16 and not drafter.training
         close(dict(drafter.named_parameters()), dict(best.named_parameters()), 0)
     assert len(measured) == 2 and trainer.model.dtype == torch.float32 and trainer.model.training
+
+
+def test_what_is_measured_is_free_of_autocast_and_draws_no_random_number(tmp_path):
+    """Under bf16, Accelerate wraps the forward that is trained; of a float32 target, the drafter is float32."""
+    target = tiny_target()
+    trainer = make_trainer(tmp_path, tiny_drafter(target), target, rows_of(12), max_steps=1, bf16=True)
+    trainer.train()
+    state = torch.get_rng_state()
+    saved = trainer.saved_drafter()
+    assert torch.equal(torch.get_rng_state(), state)
+    saved.save_pretrained(tmp_path / "saved")
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "saved").eval()
+    inputs = {
+        "noise_embeds": torch.randn(1, 4, 32),
+        "context_hidden_states": torch.randn(1, 6, 64),
+        "position_ids": torch.arange(10)[None],
+    }
+    with torch.no_grad():
+        found = saved(**inputs).last_hidden_state
+        assert found.dtype == torch.float32 and torch.equal(found, loaded(**inputs).last_hidden_state)
 
 
 def test_evaluation_measures_the_held_out_rows_at_the_same_anchors_each_time(tmp_path):

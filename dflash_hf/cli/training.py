@@ -117,9 +117,8 @@ def train(context: typer.Context) -> None:
     folder, trainer = recipe.train(*_training_target(arguments), arguments, training_arguments)
     if training_arguments.should_save:
         console.print(f"saved {folder}")
-        best = max((entry.get("eval_tau", 0.0) for entry in trainer.state.log_history), default=0.0)
-        if best:
-            console.print(f"best τ {best:.2f}: {folder.with_name('best')}")
+        if trainer.best_tau:
+            console.print(f"best τ {trainer.best_tau:.2f}: {trainer.best_folder}")
 
 
 def _training_options(words: list[str], program: str):
@@ -131,9 +130,14 @@ def _training_options(words: list[str], program: str):
 
     if words and words[0].endswith((".yaml", ".yml")):
         # Words as they stand: `no` is a strategy, not False.
-        settings = yaml.load(Path(words[0]).read_text(encoding="utf-8"), yaml.BaseLoader)
-        if not isinstance(settings, dict):
-            raise ValueError(f"{words[0]}: a mapping from options to values was expected.")
+        try:
+            settings = yaml.load(Path(words[0]).read_text(encoding="utf-8"), yaml.BaseLoader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{words[0]}: not YAML ({error}).") from None
+        if not isinstance(settings, dict) or not all(isinstance(value, str) for value in settings.values()):
+            raise ValueError(
+                f"{words[0]}: a mapping from options to words was expected; write nested values as JSON in quotes."
+            )
         # Flags come later, so they win.
         given = {name: value for name, value in settings.items() if value not in ("", "null")}
         words = [word for name, value in given.items() for word in (f"--{name}", value)] + words[1:]
@@ -145,9 +149,6 @@ def _training_target(arguments):
     """Target and tokenizer of a training; the embedded target has a mask token of its own."""
     from .. import reference
 
-    model, tokenizer = load_target(arguments.target, arguments.target_dtype)
-    if arguments.target == REFERENCE:
-        arguments.target = reference.NAME
-        if arguments.mask_token_id is None:
-            arguments.mask_token_id = reference.MASK_TOKEN_ID
-    return model, tokenizer
+    if arguments.target == REFERENCE and arguments.mask_token_id is None:
+        arguments.mask_token_id = reference.MASK_TOKEN_ID
+    return load_target(arguments.target, arguments.target_dtype)

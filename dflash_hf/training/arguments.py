@@ -46,9 +46,13 @@ class DrafterArguments:
             "drafter, whose geometry is then kept."
         },
     )
-    drafter_layers: int = field(default=3, metadata={"help": "Layers of the drafter."})
-    block_size: int = field(default=8, metadata={"help": "Slots of a block: the anchor and block_size - 1 masks."})
-    num_taps: int = field(default=5, metadata={"help": "Target layers that condition the drafter."})
+    drafter_layers: int | None = field(default=None, metadata={"help": "Layers of the drafter; default: 3."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Slots of a block: the anchor and block_size - 1 masks; default: 8."}
+    )
+    num_taps: int | None = field(
+        default=None, metadata={"help": "Target layers that condition the drafter; default: 5."}
+    )
     mask_token_id: int | None = field(
         default=None, metadata={"help": "Embedding row that stands for a mask; text must never use it."}
     )
@@ -70,15 +74,20 @@ class DrafterArguments:
         default=False,
         metadata={"help": "Next-token labels: every slot, the anchor's too, predicts the token after it."},
     )
-    conditioning: str = field(
-        default="kv",
+    conditioning: str | None = field(
+        default=None,
         metadata={
-            "help": "Features as keys and values of every layer, as input sequence of the first, or no features.",
+            "help": "Features as keys and values of every layer (kv, the default), as input sequence of the first, or "
+            "no features.",
             "choices": (*CONDITIONING, "none"),
         },
     )
-    drafting: str = field(
-        default="parallel", metadata={"help": "A block in one forward, or token by token.", "choices": DRAFTING}
+    drafting: str | None = field(
+        default=None,
+        metadata={
+            "help": "A block in one forward (parallel, the default), or token by token.",
+            "choices": DRAFTING,
+        },
     )
 
 
@@ -166,8 +175,8 @@ class DFlashTrainingArguments(TrainingArguments):
             ),
             (
                 "loss_decay",
-                self.loss_decay is None or self.loss_weights != "uniform",
-                "of no effect with loss_weights='uniform'; leave one of them out",
+                self.loss_decay is None or self.loss_weights == "decay",
+                f"of no effect with loss_weights={self.loss_weights!r}; leave one of them out",
             ),
             ("pace_floor", 0 < self.pace_floor < 1, "between 0 and 1"),
             (
@@ -204,6 +213,15 @@ def check_run(args: DFlashTrainingArguments, eval_rows, eval_prompts: Sequence) 
             f"eval_strategy={args.eval_strategy.value!r} needs something to measure on: give num_eval_rows or "
             "eval_prompts."
         )
+    ignored = {
+        "push_to_hub": "push the folder `drafter` when the training is over",
+        "label_smoothing_factor": "the losses are those of `loss`",
+        "bf16_full_eval": "the drafter is measured as it is saved, in the target's dtype",
+        "fp16_full_eval": "the drafter is measured as it is saved, in the target's dtype",
+    }
+    for name, reason in ignored.items():
+        if getattr(args, name):
+            raise ValueError(f"{name}={getattr(args, name)!r} has no effect here: {reason}. Leave it out.")
     if args.load_best_model_at_end or args.save_strategy == "best":
         raise ValueError(
             "load_best_model_at_end and save_strategy='best' are not supported: the drafter with the best τ is kept "
@@ -213,6 +231,11 @@ def check_run(args: DFlashTrainingArguments, eval_rows, eval_prompts: Sequence) 
         raise ValueError(
             f"lr_scheduler_type={args.lr_scheduler_type.value!r}: with max_minutes the learning rate follows a cosine "
             "over the clock; leave one of the two out."
+        )
+    if args.max_minutes and args.warmup_steps >= 1:
+        raise ValueError(
+            f"warmup_steps={args.warmup_steps}: with max_minutes nobody knows the number of steps; give a share of "
+            "the training, 0.04 for example."
         )
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process: start one process for one GPU (CUDA_VISIBLE_DEVICES=0).")

@@ -96,7 +96,7 @@ class ConversationDataset(Dataset):
         self.path, self.max_length, self.min_supervised = path, max_length, min_supervised
         self.pack, self.vocab_size = pack, vocab_size
         self.chat_template_kwargs = chat_template_kwargs or {}
-        _check_kwargs(tokenizer, self.chat_template_kwargs)
+        check_template_kwargs(tokenizer, self.chat_template_kwargs)
         self.skipped: Counter[str] = Counter()
         self.num_cut = self.num_split = 0
         self.lines: list[int] = []
@@ -226,6 +226,12 @@ class ConversationDataset(Dataset):
             "supervised": torch.from_numpy(np.concatenate([self._supervised[span] for span in spans])),
         }
 
+    def lines_with(self, token: int) -> list[int]:
+        """The lines of the file whose text has `token`, in ascending order."""
+        places = np.flatnonzero(self._ids == token)
+        documents = np.unique(np.searchsorted(self._starts, places, side="right") - 1)
+        return sorted({self.lines[i] for i in documents})
+
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
         """The `count` most frequent tokens that the target wrote, in ascending order; unseen ids fill it up."""
         seen = np.bincount(self._ids[self._supervised], minlength=vocab_size)
@@ -233,7 +239,8 @@ class ConversationDataset(Dataset):
 
 
 # -------------------------------------------------------------------------------------------------------------- masks
-def _check_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> None:
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> None:
+    """Raise `ValueError` for what the chat template does not read: it would be ignored without a word."""
     for name in kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             raise ValueError(

@@ -205,7 +205,7 @@ class FeatureStore:
         its values is from one of them.
 
         Raises:
-            `ValueError`: when shape or dtype are not those of the document.
+            `ValueError`: when shape or dtype are not those of the document, or a value is not finite.
             `OSError`: when the disk is full, for example; the document is then still missing.
         """
         self._check(document)
@@ -214,6 +214,11 @@ class FeatureStore:
             raise ValueError(
                 f"document={document}: features of shape {tuple(features.shape)} in {features.dtype}, expected are "
                 f"{expected} in {self.dtype}. Open a store for the dataset, taps and dtype that are used."
+            )
+        if not features.isfinite().all():
+            raise ValueError(
+                f"document={document}: its features are not finite, and are not kept. Use a target dtype with more "
+                "range, or leave the text out."
             )
         if self.has(document):
             return

@@ -106,17 +106,20 @@ class TimeBudget(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self._elapsed = self._broadcast(self._spent + (time.monotonic() - self._start) / 60)
         if self.progress() >= 1.0:
-            control.should_training_stop = True
+            # As at the last of `max_steps`: what was trained can be gone on from, and is in the log.
+            control.should_training_stop = control.should_log = True
+            control.should_save = args.save_strategy != "no"
 
 
 class RichProgress(TrainerCallback):
-    """A bar over the steps, or over the minutes of the budget, with the latest figures; log lines scroll above it."""
+    """A bar over the steps, or over the minutes of the budget, with the latest figures; each is also a line above."""
 
     SHOWN = {"loss": ".3f", "accuracy": ".3f", "accepted": ".2f", "tokens_per_second": ".0f", "eval_tau": ".2f"}
 
     def __init__(self, budget: TimeBudget | None = None):
         self.budget = budget
         self.figures: dict[str, str] = {}
+        self.bar: Progress | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -140,10 +143,14 @@ class RichProgress(TrainerCallback):
             self.bar.update(self.task, completed=done, step=state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and hasattr(self, "bar"):
-            self.figures |= {k: f"{k} {logs[k]:{form}}" for k, form in self.SHOWN.items() if k in logs}
+        if self.bar:
+            new = {k: f"{k} {logs[k]:{form}}" for k, form in self.SHOWN.items() if k in logs}
+            self.figures |= new
             self.bar.update(self.task, description="  ".join(self.figures.values()))
+            # A line for a log file, where no bar is drawn.
+            self.bar.console.print(f"step {state.global_step}  " + "  ".join(new.values()), highlight=False)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+    def close(self) -> None:
+        """Give the terminal back, however the training ended."""
+        if self.bar:
             self.bar.stop()

@@ -5,6 +5,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -61,6 +62,7 @@ def train(
         drafter = _drafter(target, tokenizer, arguments, dataset)
     else:
         drafter = _resumed(checkpoint, _wanted(target, tokenizer, arguments))
+    _check_mask(drafter.config.mask_token_id, dataset)
     drafter.set_attn_implementation(_attention(arguments, drafter.config, training_arguments))
     rows, measured = _split(dataset, arguments.num_eval_rows)
     trainer = DFlashTrainer(
@@ -99,8 +101,13 @@ def read_dataset(
             f"pack=True: the target has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}, "
             "which would carry one text over into the next; leave pack out."
         )
+    if arguments.pack and "flash" in str(config._attn_implementation):
+        raise ValueError(
+            f"pack=True: with several packed rows in a batch, {config._attn_implementation!r} of the target would let "
+            "a text see the one before it. Load the target with attn_implementation='sdpa', or leave pack out."
+        )
     thinking = arguments.enable_thinking
-    return ConversationDataset(
+    dataset = ConversationDataset(
         arguments.data,
         tokenizer,
         training_arguments.max_length,
@@ -108,6 +115,13 @@ def read_dataset(
         chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking},
         vocab_size=config.get_text_config(decoder=True).vocab_size,
     )
+    room = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if room and max(dataset.lengths) > room:
+        raise ValueError(
+            f"max_length={training_arguments.max_length}: a row has {max(dataset.lengths)} tokens, and the target "
+            f"reads {room}. Cut the rows with --max_length {room}."
+        )
+    return dataset
 
 
 def open_features(
@@ -152,6 +166,8 @@ def _checkpoint(output: Path, resume: str | None) -> str | None:
             f"output_dir={str(output)!r} already holds {Path(found).name}. Go on from it with "
             "--resume_from_checkpoint last, or choose another output_dir."
         )
+    if resume is None and (output / "drafter").exists():
+        raise ValueError(f"output_dir={str(output)!r} already holds a drafter. Choose another one, or move it away.")
     if resume == "last":
         if found is None:
             raise ValueError(f"resume_from_checkpoint='last', but {str(output)!r} holds no checkpoint.")
@@ -295,27 +311,38 @@ def _configuration(target: Target, tokenizer: PreTrainedTokenizerBase, arguments
             f"mask_token_id={mask}: it must be a row of the target's embedding (0 to {target.vocab_size - 1}) and "
             "neither pad, bos nor eos, because text uses those."
         )
-    layers = arguments.drafter_layers
-    autoregressive = arguments.drafting == "autoregressive"
+    layers = arguments.drafter_layers or 3
+    conditioning, drafting = arguments.conditioning or "kv", arguments.drafting or "parallel"
+    autoregressive = drafting == "autoregressive"
     causal_layers = [autoregressive] * layers
     special_fields = _sliding(arguments.sliding_window, causal_layers) if arguments.sliding_window else {}
-    if arguments.conditioning == "none":  # the target's embedding in place of its layers
+    if conditioning == "none":  # the target's embedding in place of its layers
         special_fields["target_layer_ids"] = [EMBEDDING_TAP]
-    like_target = arguments.init_from == "target"
+    like_target, is_embedded = arguments.init_from == "target", arguments.target == "reference"
     return DFlashConfig.from_target(
         target.model.config,
         mask_token_id=mask,
         num_hidden_layers=layers,
-        block_size=arguments.block_size,
-        num_taps=arguments.num_taps,
+        block_size=arguments.block_size or 8,
+        num_taps=arguments.num_taps or 5,
         draft_vocab_size=arguments.draft_vocab_size,
         qk_norm=not like_target or "self_attn.q_norm.weight" in target.layers[-1].state_dict(),
-        target_name=arguments.target,
+        target_name=Path(target.model.config._name_or_path).name if is_embedded else arguments.target,
         sample_from_anchor=arguments.sample_from_anchor or autoregressive,
-        drafting=arguments.drafting,
-        conditioning="input" if arguments.conditioning == "none" else arguments.conditioning,
+        drafting=drafting,
+        conditioning="input" if conditioning == "none" else conditioning,
         **special_fields,
     )
+
+
+def _check_mask(mask: int, dataset: ConversationDataset) -> None:
+    """Raise `ValueError` when the mask token stands in the data: the drafter could not tell it from text."""
+    lines = dataset.lines_with(mask)
+    if lines:
+        raise ValueError(
+            f"mask_token_id={mask}: {dataset.path}, line {lines[0]} has this token ({len(lines)} lines have). Name "
+            "one that text never uses, or leave the lines out."
+        )
 
 
 def _sample(dataset: ConversationDataset, rows: int = 8, length: int = 128) -> torch.Tensor:
@@ -343,9 +370,12 @@ def _save_history(
     trainer: DFlashTrainer, arguments: DrafterArguments, dataset: ConversationDataset, folder: Path
 ) -> None:
     """Put beside the drafter how it came to be: command, settings, data, log, versions; and the curves."""
-    settings = _settings(arguments) | _settings(trainer.args)
+    default = type(trainer.args)(output_dir="")
+    settings = _settings(arguments, DrafterArguments(data="")) | _settings(trainer.args, default)
     history = {
-        "command": shlex.join(["dflash-hf", "train", *(f"--{name}={value}" for name, value in settings.items())]),
+        "command": shlex.join(
+            ["dflash-hf", "train", *(f"--{name}={_word(value)}" for name, value in settings.items())]
+        ),
         "settings": settings,
         "data": dataset.report().splitlines()[1:],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -357,15 +387,19 @@ def _save_history(
         shutil.copy(curves, folder)
 
 
-def _settings(arguments) -> dict:
-    """The options of a dataclass of arguments that are not at their defaults; no access token is among them."""
-    return {
-        field.name: value
-        for field in fields(arguments)
-        if field.init
-        and not field.name.endswith("_token")
-        and (value := getattr(arguments, field.name)) not in (field.default, None)
-    }
+def _settings(arguments, default) -> dict:
+    """The options of a dataclass of arguments that differ from `default`; no access token is among them."""
+    settings = {}
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        if field.init and not field.name.endswith("_token") and value not in (getattr(default, field.name), None):
+            settings[field.name] = value.value if isinstance(value, Enum) else value
+    return settings
+
+
+def _word(value) -> str:
+    """How an option is written on the command line."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _is_evaluation(entry: dict) -> bool:

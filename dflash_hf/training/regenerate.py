@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import compat
+from .data import check_template_kwargs
 from .sources import questions_of, read_jsonl, read_rows
 
 
@@ -39,7 +40,7 @@ class Regeneration:
         seed (`int`): of the sampling; each batch draws from a seed of its own, so a resumed run draws the same as long
             as `batch_size` stays.
         batch_size (`int`): conversations answered at once.
-        enable_thinking (`bool`, *optional*): passed to chat templates that know it.
+        enable_thinking (`bool`, *optional*): passed to the chat template, which must read it.
         shard (`tuple[int, int]`): `(i, n)`: of all conversations only every n-th, from the i-th on.
     """
 
@@ -66,6 +67,11 @@ class Regeneration:
         for name, holds, rule in rules:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {rule}.")
+
+    @property
+    def chat_template_kwargs(self) -> dict:
+        """What every rendering is given."""
+        return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,11 @@ def regenerate(
         `Counter`: turns `answered` now, `there already`, and left out for each reason.
 
     Raises:
-        `ValueError`: for a malformed row (named by file and line), or when `output` holds answers of other settings.
+        `ValueError`: for a malformed row (named by file and line), a thinking flag that the chat template does not
+            read, or when `output` holds answers of other settings.
     """
     output, counts = Path(output), Counter()
+    check_template_kwargs(tokenizer, settings.chat_template_kwargs)
     conversations = _conversations(prompts, settings, counts)
     answers = Answers(output, _everything_that_matters(model, tokenizer, prompts, settings))
     turns = [sum(m["role"] == "user" for m in messages) for _, messages, _ in conversations]
@@ -163,20 +171,11 @@ def regenerate(
     on_batch(done, sum(turns), 0)
     deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     for turn in range(max(turns)):
-        questions = []
-        for index, messages, rest in conversations:
-            said = _so_far(messages, turn, index, answers.texts)
-            if said is not None:
-                questions.append(Question(index, turn, said, _render(tokenizer, said, settings), rest))
+        questions = _questions(tokenizer, conversations, turn, answers.texts, settings)
         room = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         fitting = [q for q in questions if room is None or len(q.prompt_ids) + settings.max_new_tokens <= room]
         counts["too long for the target's context"] += len(questions) - len(fitting)
-        fitting.sort(key=lambda q: (len(q.prompt_ids), q.index))
-        starts = list(range(0, len(fitting), settings.batch_size))
-        # In random order, so that the first or the last rows of the file are no longer or shorter than the others.
-        random.Random(turn).shuffle(starts)
-        for start in starts:
-            batch = fitting[start : start + settings.batch_size]
+        for batch in _batches(fitting, settings.batch_size, seed=turn):
             if all((q.index, q.turn) in answers.texts for q in batch):
                 continue
             if time.monotonic() > deadline:
@@ -190,6 +189,28 @@ def regenerate(
             done += new
             on_batch(done, sum(turns), sum(len(row["response_ids"]) for row in rows))
     return counts
+
+
+def _questions(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[tuple], turn: int, texts: dict, settings: Regeneration
+) -> list[Question]:
+    """What is to be answered at `turn`, after the answers so far, `texts`."""
+    questions = []
+    for index, messages, rest in conversations:
+        said = _so_far(messages, turn, index, texts)
+        if said is not None:
+            options = {"add_generation_prompt": True, "return_dict": False, **settings.chat_template_kwargs}
+            questions.append(Question(index, turn, said, tokenizer.apply_chat_template(said, **options), rest))
+    return questions
+
+
+def _batches(questions: list[Question], size: int, seed: int) -> list[list[Question]]:
+    """Batches of questions of like length, the same ones each time, in random order: whatever part of them has been
+    answered is no longer or shorter than the rest."""
+    questions = sorted(questions, key=lambda q: (len(q.prompt_ids), q.index))
+    batches = [questions[start : start + size] for start in range(0, len(questions), size)]
+    random.Random(seed).shuffle(batches)
+    return batches
 
 
 @torch.no_grad()
@@ -289,11 +310,6 @@ def _so_far(messages: list[dict], turn: int, index: int, texts: dict) -> list[di
             turns += 1
         said.append(message)
     return said if turns > turn else None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], settings: Regeneration) -> list[int]:
-    thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **thinking)
 
 
 def _everything_that_matters(model, tokenizer, prompts, settings: Regeneration) -> dict:

@@ -78,8 +78,11 @@ def messages_of(row: dict) -> list[dict]:
         `ValueError`: for a row with none of these, or with a message that is not understood.
     """
     said = row.get("messages") or row.get("conversations")
-    if not said and (row.get("turns") or row.get("prompt")):
-        said = [{"from": "user", "value": turn} for turn in row.get("turns") or [row["prompt"]]]
+    turns = row.get("turns") or [row.get("prompt")]
+    if not isinstance(turns, list):
+        raise ValueError(f"`turns` is {type(turns).__name__}; a list of texts was expected.")
+    if not said and any(turns):
+        said = [{"from": "user", "value": turn} for turn in turns]
     if not said or not isinstance(said, list):
         raise ValueError("no conversation; `messages`, `conversations`, `turns` or `prompt` was expected.")
     return [_message(message) for message in said]
@@ -126,6 +129,12 @@ def questions_of(row: dict) -> list[dict]:
         )
     if "user" not in roles:
         raise ValueError("no user turn.")
+    for message in messages:
+        if message["role"] != "assistant" and not isinstance(message["content"], str):
+            raise ValueError(
+                f"the content of a {message['role']} message is {type(message['content']).__name__}; a text was "
+                "expected."
+            )
     return [message for message in messages if message["role"] != "assistant"]
 
 

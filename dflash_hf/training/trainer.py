@@ -1,6 +1,5 @@
 """`DFlashTrainer`: `transformers.Trainer` with the DFlash objective over features of a frozen target."""
 
-import copy
 import math
 import shutil
 from collections.abc import Sequence
@@ -91,10 +90,12 @@ class DFlashTrainer(Trainer):
         for callback in (self.clock, self.guard, self.budget, self.average):
             if callback:
                 self.add_callback(callback)
+        self.progress = None
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.remove_callback(PrinterCallback)
-            self.add_callback(RichProgress(self.budget))
+            self.progress = RichProgress(self.budget)
+            self.add_callback(self.progress)
         self._counts = Counts(num_predicted, args.device)
         # `compute_loss` divides by the weight of all slots of the step, over accumulated batches and processes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
@@ -112,6 +113,14 @@ class DFlashTrainer(Trainer):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochSampler(sampler, seed, lambda: int(self.state.epoch or 0))
+
+    def train(self, *args, **kwargs):
+        """As `transformers.Trainer.train`."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.progress:
+                self.progress.close()
 
     # ------------------------------------------------------------------------------------------------------ the step
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -143,7 +152,7 @@ class DFlashTrainer(Trainer):
         The loss of a batch: the weighted sum over its slots, divided by the weight of all slots of the step.
 
         So neither the batch that a text is in, nor gradient accumulation, nor the number of processes changes what a
-        text contributes.
+        text contributes. With D-PACE the divisor is that of the decay: its own weights change with the drafter.
         """
         _, losses = self.losses(model, inputs)
         self.guard.watch(losses.sum(1), inputs["document"])
@@ -276,15 +285,25 @@ class DFlashTrainer(Trainer):
         """
         drafter = self.saved_drafter()
         metrics = self._accuracy(drafter) | self._tau(drafter)
-        best = max((entry.get("eval_tau", 0.0) for entry in self.state.log_history), default=0.0)
-        if metrics.get("tau", 0.0) > best and self.args.should_save:
-            save_drafter(drafter, Path(self.args.output_dir, "best"))
+        if metrics.get("tau", 0.0) > self.best_tau and self.args.should_save:
+            save_drafter(drafter, self.best_folder)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._draw_curves()
         self.clock.reset()
         return metrics
+
+    @property
+    def best_folder(self) -> Path:
+        """Where the drafter with the best τ of the evaluations is."""
+        return Path(self.args.output_dir, "best")
+
+    @property
+    def best_tau(self) -> float:
+        """τ of the drafter in `best_folder`; 0 without one, also in a run that is resumed into another folder."""
+        taus = [entry["eval_tau"] for entry in self.state.log_history if "eval_tau" in entry]
+        return max(taus, default=0.0) if self.best_folder.exists() else 0.0
 
     def saved_drafter(self) -> DFlashDraftModel:
         """
@@ -298,14 +317,15 @@ class DFlashTrainer(Trainer):
             return self._whole_copy().to(self.target.model.dtype).eval()
 
     def _whole_copy(self) -> DFlashDraftModel:
-        """The drafter in the dtype that is trained, on every process."""
-        drafter = self.accelerator.unwrap_model(self.model)
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            return copy.deepcopy(drafter)
-        state = [self.accelerator.get_state_dict(self.model_wrapped)]  # complete on the first process
-        broadcast_object_list(state)
-        drafter = DFlashDraftModel(drafter.config).to(self.args.device)
-        drafter.load_state_dict(state[0])
+        """The drafter in the dtype that is trained, on every process, without what Accelerate put around it."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            state = [self.accelerator.get_state_dict(self.model_wrapped)]  # complete on the first process
+            broadcast_object_list(state)
+        else:
+            state = [self.accelerator.unwrap_model(self.model).state_dict()]
+        with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and thrown away
+            drafter = DFlashDraftModel(self.model.config)
+        drafter.to(self.args.device).load_state_dict(state[0])
         return drafter
 
     @torch.no_grad()
