@@ -24,7 +24,7 @@ def test_every_method_writes_the_same_greedy_text(comparison):
 
 
 def test_forwards_are_counted_from_outside(comparison):
-    assert comparison.forwards("plain") == 2 * 12
+    assert comparison.totals()["target_forwards"]["plain"] == 2 * 12
     assert [run.forwards for run in comparison.runs["dflash"]] == [
         run.statistics.target_forwards for run in comparison.runs["dflash"]
     ]
@@ -35,18 +35,28 @@ def test_summary_agrees_with_the_runs(comparison):
     rounds = [record for run in comparison.runs["dflash"] for record in run.statistics.rounds]
     assert summary["prompts"] == summary["identical"] == 2
     assert summary["new_tokens"]["dflash"] == 24
-    assert summary["tau"] == pytest.approx(sum(r.committed for r in rounds) / len(rounds), abs=1e-4)
-    assert summary["tau"] == pytest.approx((24 - 2) / (summary["target_forwards"]["dflash"] - 2), abs=1e-4)
+    assert summary["tau"]["dflash"] == pytest.approx(sum(r.committed for r in rounds) / len(rounds), abs=1e-4)
+    assert summary["tau"]["plain"] == 1.0
+    lookups = sum(run.forwards for run in comparison.runs["prompt lookup"])
+    assert summary["tau"]["prompt lookup"] == pytest.approx((24 - 2) / (lookups - 2), abs=1e-4)
     ms = summary["milliseconds"]
     even = (ms["T_draft"] + ms["T_verify"] + ms["T_rest"]) / ms["T_target"]
     assert summary["break_even_tau"] == pytest.approx(even, rel=0.02)
     assert all(value > 0 for value in ms.values())
 
 
-def test_rounds_without_repetitive_answers_leave_them_out(comparison):
-    run = comparison.runs["dflash"][0]
-    kept = comparison.rounds(lambda r: r is run)
-    assert kept.rounds == run.statistics.rounds
+def test_totals_without_repetitive_answers_leave_those_prompts_out_for_every_method():
+    def fake(ids, forwards):
+        return evaluation.Run(ids=ids, seconds=2.0, forwards=forwards, step_seconds=[])
+
+    calm, dull = list(range(10)), [1] * 10
+    runs = {"plain": [fake(dull, 10), fake(calm, 10)], "dflash": [fake(calm, 3), fake(dull, 7)]}
+    found = evaluation.Comparison("set", runs).totals(repetitive=False)
+    assert found["prompts"] == 1 and found["new_tokens"] == {"plain": 10, "dflash": 10}
+    assert found["target_forwards"] == {"plain": 10, "dflash": 7} and found["tau"]["dflash"] == 1.5
+    assert found["tokens_per_second"] == {"plain": 5.0, "dflash": 5.0}
+    nothing = evaluation.Comparison("set", {"plain": [fake(dull, 10)]}).totals(repetitive=False)
+    assert nothing["prompts"] == 0 and nothing["tau"] == {}
 
 
 def test_repeated_share_counts_n_grams_seen_before():

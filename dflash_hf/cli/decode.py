@@ -194,21 +194,22 @@ def _print_comparison(comparison) -> None:
     """A table of methods, and what the times say."""
     summary = comparison.summary()
     table = Table("method", "tokens/s", "x plain", "target forwards", "τ", title=comparison.name)
-    plain, prompts = summary["tokens_per_second"]["plain"], summary["prompts"]
-    for method, speed in summary["tokens_per_second"].items():
-        forwards = summary["target_forwards"][method]
-        tau = (summary["new_tokens"][method] - prompts) / max(1, forwards - prompts)
-        table.add_row(method, f"{speed:.1f}", f"{speed / plain:.2f}", str(forwards), f"{tau:.2f}")
+    calm, prompts = summary["without_repetitive"], summary["prompts"]
+    for note, figures in (("", summary), (f", {calm['prompts']} not repetitive", calm)):
+        for method, speed in figures["tokens_per_second"].items():
+            ratio, forwards = speed / figures["tokens_per_second"]["plain"], figures["target_forwards"][method]
+            tau = figures["tau"][method]
+            table.add_row(method + note, f"{speed:.1f}", f"{ratio:.2f}", str(forwards), f"{tau:.2f}")
     console.print(table)
-    ms, tau, even = summary["milliseconds"], summary["tau"], summary["break_even_tau"]
+    ms, tau, even = summary["milliseconds"], summary["tau"]["dflash"], summary["break_even_tau"]
     console.print(
         f"T_target {ms['T_target']:.1f} ms, T_verify {ms['T_verify']:.1f} ms, T_draft {ms['T_draft']:.1f} ms, "
         f"overhead {summary['overhead']:.1%} of decode time. Break-even τ {even:.2f}: "
         f"τ {tau:.2f} {'pays' if tau > even else 'does not pay'}."
     )
     console.print(
-        f"τ without the {summary['repetitive_prompts']} answers of which more than 30 % repeats: "
-        f"{summary['tau_without_repetitive']:.2f}. Text identical to plain: {summary['identical']} of {prompts}."
+        f"Repetitive are the {prompts - calm['prompts']} answers of which more than 30 % repeats. "
+        f"Text identical to plain: {summary['identical']} of {prompts}."
     )
     differences = summary["differences"]
     if differences:

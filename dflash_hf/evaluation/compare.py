@@ -96,6 +96,9 @@ def run(
     )
 
 
+REPETITIVE = 0.3  # an answer of which a greater share repeats is repetitive
+
+
 def repeated_share(ids: list[int], n: int = 4) -> float:
     """Share of the n-grams that occurred before: text that repeats itself flatters every speculative method."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
@@ -138,17 +141,26 @@ class Comparison:
     runs: dict[str, list[Run]] = field(default_factory=dict)
     differences: list[dict] = field(default_factory=list)
 
-    def tokens_per_second(self, method: str) -> float:
-        """New tokens per second of `generate`, prompts included."""
-        return sum(len(r.ids) for r in self.runs[method]) / sum(r.seconds for r in self.runs[method])
+    def rounds(self) -> GenerationStatistics:
+        """The DFlash rounds of all prompts."""
+        return sum((r.statistics for r in self.runs["dflash"]), GenerationStatistics(calls=0))
 
-    def forwards(self, method: str) -> int:
-        """Target forwards."""
-        return sum(r.forwards for r in self.runs[method])
-
-    def rounds(self, keep: Callable[[Run], bool] = lambda run: True) -> GenerationStatistics:
-        """The DFlash rounds of all prompts whose run is kept."""
-        return sum((r.statistics for r in self.runs["dflash"] if keep(r)), GenerationStatistics(calls=0))
+    def totals(self, *, repetitive: bool = True) -> dict:
+        """
+        For each method, over all prompts or without those whose plain answer is [`repetitive`]: new tokens, target
+        forwards, new tokens per second of `generate` (prompts included), τ of what is not the prompt's.
+        """
+        kept = [i for i, r in enumerate(self.runs["plain"]) if repetitive or repeated_share(r.ids) <= REPETITIVE]
+        runs = {method: [every[i] for i in kept] for method, every in self.runs.items()}
+        tokens = {m: sum(len(r.ids) for r in some) for m, some in runs.items()}
+        forwards = {m: sum(r.forwards for r in some) for m, some in runs.items()}
+        return {
+            "prompts": len(kept),
+            "new_tokens": tokens,
+            "target_forwards": forwards,
+            "tokens_per_second": {m: round(tokens[m] / sum(r.seconds for r in runs[m]), 3) for m in runs if kept},
+            "tau": {m: round((tokens[m] - len(kept)) / max(1, forwards[m] - len(kept)), 4) for m in runs if kept},
+        }
 
     def times(self) -> dict[str, float]:
         """
@@ -173,16 +185,10 @@ class Comparison:
     def summary(self) -> dict:
         """All figures of this set, ready for JSON."""
         rounds, times = self.rounds(), self.times()
-        calm = self.rounds(lambda r: repeated_share(r.ids) <= 0.3)
         return {
             "set": self.name,
-            "prompts": len(self.runs["plain"]),
-            "new_tokens": {m: sum(len(r.ids) for r in runs) for m, runs in self.runs.items()},
-            "target_forwards": {m: self.forwards(m) for m in self.runs},
-            "tokens_per_second": {m: round(self.tokens_per_second(m), 3) for m in self.runs},
-            "tau": round(rounds.tau, 4),
-            "tau_without_repetitive": round(calm.tau, 4),
-            "repetitive_prompts": sum(repeated_share(r.ids) > 0.3 for r in self.runs["dflash"]),
+            **self.totals(),
+            "without_repetitive": self.totals(repetitive=False),
             "survival": [round(rounds.survival(k), 4) for k in range(1, 1 + max(r.proposed for r in rounds.rounds))],
             "identical": len(self.runs["plain"]) - len(self.differences),
             "differences": self.differences,
