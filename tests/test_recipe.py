@@ -633,6 +633,27 @@ def test_options_come_from_a_yaml_file_and_flags_win(tmp_path, folder):
             invoke("train", settings)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--block_sise", "5"], "--block_sise: no such option; did you mean --block_size?"),
+        (["--drafting", "both"], "argument --drafting: invalid choice: 'both'"),
+        (["--learning_rate", "abc"], "argument --learning_rate/--learning-rate: invalid float value: 'abc'"),
+    ],
+)
+def test_wrong_options_are_named_in_one_line(monkeypatch, capsys, words, message):
+    assert message in refused(monkeypatch, capsys, "train", "--data", "d.jsonl", "--output_dir", "out", *words)
+
+
+def test_the_default_mask_is_a_row_that_the_data_does_not_use_either(tmp_path, tokenizer):
+    rows = [*texts(2), {"prompt_ids": [5, 6], "response_ids": [WORDS, WORDS + 1, 8]}]
+    folder, _ = run(tmp_path, tokenizer, recipe_arguments(tmp_path, rows), max_steps=1)
+    assert DFlashDraftModel.from_pretrained(folder).config.mask_token_id == WORDS + 2
+    rows = [*texts(2), {"prompt_ids": [5, 6], "response_ids": list(range(WORDS, ROWS))}]
+    with pytest.raises(ValueError, match="so no row is free"):
+        run(tmp_path, tokenizer, recipe_arguments(tmp_path, rows))
+
+
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_features_computed_beforehand_are_all_that_the_training_reads(tmp_path, folder, monkeypatch, loss):
     write_jsonl(tmp_path / "data.jsonl", texts())

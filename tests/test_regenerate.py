@@ -299,6 +299,12 @@ def test_empty_and_too_long_prompts_are_counted_and_the_others_answered(tmp_path
     assert counts["too long for the target's context"] == 2
 
 
+def test_a_row_of_another_form_is_named_by_its_line(tmp_path, target, tokenizer):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "<5>"}, {"question": "<6>"}])
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 2: it has none of messages, conversations, turns, prompt"):
+        regenerate(target, tokenizer, path, tmp_path / "answers.jsonl", settings())
+
+
 def test_a_file_without_a_prompt_is_refused(tmp_path, target, tokenizer):
     for i, (rows, words) in enumerate([([], "the file is empty"), ([{"prompt": ""}], "'empty prompt': 1")]):
         path = write(tmp_path / f"p{i}.jsonl", rows)

@@ -787,6 +787,29 @@ def test_the_learning_rate_follows_whichever_is_further_the_steps_or_the_clock(t
         assert factor(step) == pytest.approx(expected, abs=1e-9), (step, minutes)
 
 
+def test_a_clock_that_has_run_out_is_refused_at_a_resume():
+    budget = progress.TimeBudget(2.0)
+    with pytest.raises(ValueError, match=r"max_minutes=2.0: used up, 2.5 came before"):
+        budget.on_train_begin(None, SimpleNamespace(log_history=[{"minutes": 2.5}]), None)
+
+
+def test_an_evaluation_does_not_count_as_training(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    target = tiny_target()
+    trainer = make_trainer(
+        tmp_path, tiny_drafter(target), target, rows_of(12, 12), eval_rows=rows_of(12), max_steps=1, max_minutes=10
+    )
+    trainer.budget.on_train_begin(None, trainer.state, None)
+    accuracy = trainer._accuracy
+    monkeypatch.setattr(trainer, "_accuracy", lambda drafter: (now.__setitem__(0, 300.0), accuracy(drafter))[1])
+    now[0] = 60.0
+    trainer.evaluate()
+    now[0] += 30.0
+    trainer.budget.on_step_end(trainer.args, trainer.state, SimpleNamespace())
+    assert trainer.budget.elapsed() == pytest.approx(1.5)
+
+
 def test_minutes_before_a_resume_count():
     budget = progress.TimeBudget(10.0)
     state = SimpleNamespace(log_history=[{"minutes": 3.0}, {"minutes": 6.0}, {"eval_tau": 2.0}])
@@ -832,7 +855,8 @@ def test_where_no_bar_is_drawn_each_log_line_is_one_line_at_once(tmp_path, monke
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert seen[1].startswith(f"step 1  loss {losses[0]:.3f}")
-    assert f"step 2  loss {losses[1]:.3f}" in screen.getvalue()
+    assert screen.getvalue().splitlines()[1].startswith(f"step 2  loss {losses[1]:.3f}")
+    assert all(line.startswith("step ") for line in screen.getvalue().splitlines()), "no bar, not even at the end"
 
 
 def test_a_training_that_fails_gives_the_terminal_back(tmp_path, monkeypatch):

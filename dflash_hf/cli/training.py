@@ -1,7 +1,8 @@
 """The commands that make a drafter: train, and data regenerate / features / show-mask."""
 
+import difflib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -142,7 +143,16 @@ def _training_options(words: list[str], program: str):
         given = {name: value for name, value in settings.items() if value not in ("", "null")}
         words = [word for name, value in given.items() for word in (f"--{name}", value)] + words[1:]
     parser = HfArgumentParser((DrafterArguments, DFlashTrainingArguments), prog=program)
-    return parser.parse_args_into_dataclasses(words)
+    parser.error = _refuse  # the usage would be three screens long
+    *options, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], parser._option_string_actions, n=1)
+        raise ValueError(f"{unknown[0]}: no such option{f'; did you mean {near[0]}?' if near else '.'}")
+    return options
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def _training_target(arguments):

@@ -112,8 +112,8 @@ class DFlashTrainingArguments(TrainingArguments):
         muon (`bool`, *optional*, defaults to `False`): Muon for the matrices of the layers, AdamW for the rest.
         ema_decay (`float`, *optional*): keep an average of the weights with this decay, and measure and save that.
         max_length (`int`, *optional*, defaults to 3072): longer rows are cut at the end.
-        max_minutes (`float`, *optional*): stop after so many minutes of training; the learning rate then reaches its
-            end with the clock, however fast the machine is.
+        max_minutes (`float`, *optional*): stop after so many minutes of training, evaluations not counted; the
+            learning rate then reaches its end with the clock, however fast the machine is.
         eval_block_size (`int`, *optional*): measure τ with blocks of this size instead of the one that is trained.
         eval_max_new_tokens (`int`, *optional*, defaults to 96): tokens generated for each evaluation prompt.
     """

@@ -142,7 +142,7 @@ class ConversationDataset(Dataset):
             messages = messages_of(row)
             answers = [message for message in messages if message["role"] == "assistant"]
             if not answers:
-                raise ValueError("no assistant turn.")
+                raise ValueError("no assistant turn; let the target answer first (dflash-hf data regenerate).")
             documents = []
             if any(map(_says_something, answers)):
                 tagged = _GENERATION_TAG.search(tokenizer.get_chat_template())

@@ -102,6 +102,14 @@ class TimeBudget(TrainerCallback):
         self._start = time.monotonic()
         self._spent = next((entry["minutes"] for entry in reversed(state.log_history) if "minutes" in entry), 0.0)
         self._elapsed = self._spent
+        if self.progress() >= 1.0:
+            raise ValueError(
+                f"max_minutes={self.minutes}: used up, {self._spent:.1f} came before this checkpoint; give more."
+            )
+
+    def skip(self, seconds: float) -> None:
+        """Do not count `seconds` that have just passed: an evaluation."""
+        self._start += seconds
 
     def on_step_end(self, args, state, control, **kwargs):
         self._elapsed = self._broadcast(self._spent + (time.monotonic() - self._start) / 60)
@@ -124,6 +132,7 @@ class RichProgress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
+        console = Console(stderr=True)
         self.bar = Progress(
             SpinnerColumn(),
             BarColumn(),
@@ -131,7 +140,8 @@ class RichProgress(TrainerCallback):
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
+            disable=not console.is_terminal,  # a log file gets the lines alone
         )
         total = self.budget.minutes if self.budget else state.max_steps
         self.task = self.bar.add_task("", total=total, step=state.global_step)

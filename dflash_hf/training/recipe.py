@@ -61,7 +61,7 @@ def train(
     if checkpoint is None:
         drafter = _drafter(target, tokenizer, arguments, dataset)
     else:
-        drafter = _resumed(checkpoint, _wanted(target, tokenizer, arguments))
+        drafter = _resumed(checkpoint, _wanted(target, tokenizer, arguments, dataset))
     _check_mask(drafter.config.mask_token_id, dataset)
     drafter.set_attn_implementation(_attention(arguments, drafter.config, training_arguments))
     rows, measured = _split(dataset, arguments.num_eval_rows)
@@ -153,7 +153,7 @@ def compute_features(
     """
     dataset = read_dataset(tokenizer, arguments, training_arguments, model.config)
     target = Target(model)
-    config = _wanted(target, tokenizer, arguments)
+    config = _wanted(target, tokenizer, arguments, dataset)
     store = open_features(target, config, tokenizer, dataset, arguments, training_arguments)
     return store, fill(store, target, dataset.texts)
 
@@ -228,7 +228,7 @@ def _drafter(
 ) -> DFlashDraftModel:
     """The drafter before its first step."""
     if arguments.init_from in _NEW:
-        drafter = DFlashDraftModel(_configuration(target, tokenizer, arguments))
+        drafter = DFlashDraftModel(_configuration(target, tokenizer, arguments, dataset))
         if arguments.init_from == "target":
             initialise_from_target(drafter, target, _sample(dataset))
     else:
@@ -239,10 +239,12 @@ def _drafter(
     return drafter
 
 
-def _wanted(target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments) -> DFlashConfig:
+def _wanted(
+    target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments, dataset: ConversationDataset
+) -> DFlashConfig:
     """The configuration of the drafter that the arguments describe."""
     if arguments.init_from in _NEW:
-        return _configuration(target, tokenizer, arguments)
+        return _configuration(target, tokenizer, arguments, dataset)
     return _continued(arguments).config
 
 
@@ -294,17 +296,25 @@ def _sliding(window: int, causal_layers: list[bool]) -> dict:
     return {"layer_types": layer_types, "sliding_window": window, "causal_layers": causal_layers}
 
 
-def _configuration(target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments) -> DFlashConfig:
+def _free_row(target: Target, tokenizer: PreTrainedTokenizerBase, dataset: ConversationDataset) -> int:
+    """The first row of the embedding that neither the tokenizer nor the data uses."""
+    for row in range(len(tokenizer), target.vocab_size):
+        if not dataset.lines_with(row):
+            logger.warning("mask_token_id: row %d, the first that neither the tokenizer nor the data uses.", row)
+            return row
+    raise ValueError(
+        f"mask_token_id: the target's embedding has {target.vocab_size} rows and the tokenizer or the data uses all "
+        "of them, so no row is free. Name one that text never uses with --mask_token_id."
+    )
+
+
+def _configuration(
+    target: Target, tokenizer: PreTrainedTokenizerBase, arguments: DrafterArguments, dataset: ConversationDataset
+) -> DFlashConfig:
     """The configuration of a new drafter, with the mask token checked."""
     mask = arguments.mask_token_id
     if mask is None:
-        mask = len(tokenizer)
-        if mask >= target.vocab_size:
-            raise ValueError(
-                f"mask_token_id: the target's embedding has {target.vocab_size} rows and the tokenizer uses all of "
-                "them, so no row is free. Name one that text never uses with --mask_token_id."
-            )
-        logger.warning("mask_token_id: row %d, the first that the tokenizer does not use.", mask)
+        mask = _free_row(target, tokenizer, dataset)
     special = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     if mask in special or not 0 <= mask < target.vocab_size:
         raise ValueError(

@@ -253,7 +253,7 @@ def _responses(model, tokenizer, batch: list[Question], settings: Regeneration) 
     while len(rows):
         new = min(leg, settings.max_new_tokens - (ids.shape[1] - longest))
         output = model.generate(ids, attention_mask=mask, max_new_tokens=new, **{compat.CACHE: cache}, **options)
-        ids, cache = output.sequences, output.past_key_values
+        ids, cache = output.sequences, output[compat.CACHE]
         mask = torch.cat([mask, mask.new_ones(len(rows), ids.shape[1] - mask.shape[1])], dim=1)
         said = ids[:, longest:]
         ended = torch.isin(said, ends)
@@ -279,6 +279,8 @@ def _conversations(prompts: str | Path, settings: Regeneration, counts: Counter)
     for index, (number, row) in enumerate(read_rows(prompts)):
         if index % parts != part:
             continue
+        if not set(row) & set(_CONVERSATION):
+            raise ValueError(f"{prompts}, line {number}: it has none of {', '.join(_CONVERSATION)}.")
         if not any(row.get(name) for name in _CONVERSATION):
             counts["empty prompt"] += 1
             continue

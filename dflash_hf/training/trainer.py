@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -283,6 +284,7 @@ class DFlashTrainer(Trainer):
         Measure the drafter as it is saved: accuracy on the held-out rows, τ on the prompts by the real decoding
         loop, greedily. The processes share rows and prompts; the best drafter by τ so far is kept in `best`.
         """
+        start = time.monotonic()
         drafter = self.saved_drafter()
         metrics = self._accuracy(drafter) | self._tau(drafter)
         if metrics.get("tau", 0.0) > self.best_tau and self.args.should_save:
@@ -292,6 +294,8 @@ class DFlashTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._draw_curves()
         self.clock.reset()
+        if self.budget:
+            self.budget.skip(time.monotonic() - start)
         return metrics
 
     @property
