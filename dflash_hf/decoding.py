@@ -26,7 +26,8 @@ from .proposal import ProposalHead
 from .target import Target, concatenate
 
 
-VERIFIERS = ("rejection", "match")
+# How sampled proposals are verified, and whether they are drawn from the drafter's law rather than its likeliest.
+VERIFIERS = {"block": True, "rejection": True, "match": False}
 
 # These keep a memory of what they were shown, and would be shown proposals that are then rejected.
 _REMEMBERING = {
@@ -98,7 +99,8 @@ class Decoding:
         self.collector = Collector(config)
         self.streamer = streamer
         self.sampling = config.do_sample
-        self.rejecting = self.sampling and verifier == "rejection"
+        self.verifier = verifier
+        self.drawing = self.sampling and VERIFIERS[verifier]
         caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap not in (None, _DEFAULT_CAP)]
         self.max_proposals = min([drafter.config.num_proposals, *caps])
         self.max_length = self.stopping.max_length
@@ -160,7 +162,7 @@ class Decoding:
         Propose the next `width` tokens.
 
         Returns:
-            `(proposals, q)`: ids `(1, width)`, and for rejection the law they were drawn from, `(1, width, V)`.
+            `(proposals, q)`: ids `(1, width)`, and where they are drawn, their law, `(1, width, V)`.
         """
         state = self.state
         if width == 0:
@@ -181,7 +183,7 @@ class Decoding:
             proposal, q = self._propose(text, self._denoise(text[:, -1:], start=i))
             text = torch.cat([text, proposal], dim=1)
             laws.append(q)
-        return text[:, -width:], torch.cat(laws, dim=1) if self.rejecting else None
+        return text[:, -width:], torch.cat(laws, dim=1) if self.drawing else None
 
     def _denoise(self, ids: torch.Tensor, *, start: int = 0) -> torch.Tensor:
         """Hidden states `(1, n, H)` of the block's slots from `start` on, which hold `ids` `(1, n)`."""
@@ -205,10 +207,10 @@ class Decoding:
     def _propose(self, text: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Proposals of the slots with hidden states `(1, n, H)`, the first of which follows `text`, and their law."""
         logits = self.head.logits(hidden)  # [1, n, shortlist or V]
-        if not self.rejecting and not self.processing:
+        if not self.drawing and not self.processing:
             return self.head.greedy(logits).to(text.device), None
         logits = self.head.over_vocabulary(logits, self.target.num_logits).to(text.device)
-        if not self.rejecting:
+        if not self.drawing:
             return self.processing.walk(text, logits, lambda scores: scores.argmax(-1))[0], None
         proposals, scores = self.processing.walk(text, logits, lambda s: verification.draw(s.softmax(-1)))
         return proposals, scores.softmax(-1)
@@ -270,8 +272,9 @@ class Decoding:
         return verification.draw(scores.softmax(-1)) if self.sampling else scores.argmax(-1)
 
     def _judge(self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor) -> verification.Verdict:
-        if self.rejecting:
-            return verification.rejection(scores.softmax(-1), q, proposals)
+        if self.drawing:
+            accept = verification.block if self.verifier == "block" else verification.rejection
+            return accept(scores.softmax(-1), q, proposals)
         return verification.match(self._choose(scores), proposals)
 
 
@@ -284,7 +287,7 @@ def decode(
     generation_config: GenerationConfig,
     *,
     drafter: DFlashDraftModel,
-    verifier: str = "rejection",
+    verifier: str = "block",
     num_assistant_tokens: int | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer=None,

@@ -29,7 +29,7 @@ def attach(
     target: PreTrainedModel,
     drafter: DFlashDraftModel | str | os.PathLike,
     *,
-    verifier: str = "rejection",
+    verifier: str = "block",
     num_assistant_tokens: int | None = None,
 ) -> DFlashDraftModel:
     """
@@ -46,10 +46,11 @@ def attach(
         drafter (`DFlashDraftModel`, `str` or `os.PathLike`):
             A drafter, or the folder or Hub repository to load it from, in the target's dtype. It is moved to the
             device of the target's head unless it is dispatched already.
-        verifier (`str`, *optional*, defaults to `"rejection"`):
-            How sampled proposals are verified; both have exactly the target's law. `"rejection"` draws proposals from
-            the drafter and accepts by the ratio of probabilities; `"match"` proposes the likeliest tokens and accepts
-            what the target draws too. Greedy decoding needs neither.
+        verifier (`str`, *optional*, defaults to `"block"`):
+            How sampled proposals are verified; all have exactly the target's law. `"block"` and `"rejection"` draw
+            proposals from the drafter and accept by the ratio of probabilities, `"block"` of all proposals jointly
+            (never fewer on average) and `"rejection"` one by one; `"match"` proposes the likeliest tokens and accepts
+            what the target draws too. Greedy decoding needs none of them.
         num_assistant_tokens (`int`, *optional*):
             Verify at most so many proposals a round.
 
@@ -93,7 +94,7 @@ def detach(target: PreTrainedModel) -> None:
 def custom_generate(
     drafter: DFlashDraftModel,
     *,
-    verifier: str = "rejection",
+    verifier: str = "block",
     num_assistant_tokens: int | None = None,
     streamer=None,
     tokenizer=None,

@@ -8,6 +8,8 @@ distribution after the first i proposals, so p has one row more than q: the last
 - `rejection`: speculative sampling, Algorithm 1 of Leviathan et al. (2211.17192), Algorithm 2 of Chen et al.
   (2302.01318, where p and q swap names). It has the target's law if each proposal was drawn from the q passed here,
   and if whether slot k is verified was decided without looking at proposal k or any later one.
+- `block`: a joint decision, Algorithm 2 of Sun et al. (2403.10444): a proposal that `rejection` would drop may be kept
+  for the sake of those after it, so that it keeps at least as many on average. Same conditions, same law.
 
 Values of probabilities are not checked, since that would make the device wait: rows must be non-negative and sum to 1.
 """
@@ -63,6 +65,55 @@ def rejection(
     Raises `ValueError` if the shapes disagree, `TypeError` if p or q is not float32. Source: Leviathan et al.,
     Algorithm 1.
     """
+    _check(p, q, proposals)
+    uniforms = torch.rand(proposals.shape, generator=generator, device=p.device)
+    accepted = acceptance(p, q, proposals, uniforms)
+    return Verdict(accepted, draw(residual(p, q, accepted), generator))
+
+
+def block(
+    p: torch.Tensor, q: torch.Tensor, proposals: torch.Tensor, *, generator: torch.Generator | None = None
+) -> Verdict:
+    """Accepts the longest prefix i with u_i < h_i, each u_i uniform; draws the next token from the residual law.
+
+    Arguments and errors as of [`rejection`]. Source: Sun et al., Algorithm 2.
+    """
+    _check(p, q, proposals)
+    reach = reaches(p, q, proposals)
+    uniforms = torch.rand(proposals.shape, generator=generator, device=p.device)
+    accepted = longest(uniforms < thresholds(p, q, reach))
+    return Verdict(accepted, draw(residual(p, q, accepted, reach.gather(1, accepted[:, None])), generator))
+
+
+def reaches(p: torch.Tensor, q: torch.Tensor, proposals: torch.Tensor) -> torch.Tensor:
+    """`P_i = min(1, P_{i-1} p(x_i) / q(x_i))` with `P_0 = 1` (Sun et al., Eq. 4): `(B, G + 1)` float32."""
+    index = proposals.unsqueeze(-1)
+    ratios = p[:, :-1].gather(-1, index).squeeze(-1) / q.gather(-1, index).squeeze(-1)  # [B, G]
+    # A walk of logarithms that is held below 0: the sum so far, less the highest that it has been above 0.
+    walk = ratios.log().cumsum(-1)
+    return pad((walk - walk.cummax(-1).values.clamp(min=0)).exp(), (1, 0), value=1.0)
+
+
+def thresholds(p: torch.Tensor, q: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+    """The probability h_i that prefix i is kept unless a longer one is: `(B, G)` float32, from `reach` `(B, G + 1)`.
+
+    Sun et al., Algorithm 2: `h_i = s_i / (s_i + 1 - P_i)` with `s_i = sum(max(0, P_i p - q))` at the position after
+    the prefix, 1 where that is 0 / 0; and `h_G = P_G`.
+    """
+    inner = reach[:, 1:-1]  # [B, G - 1]
+    mass = (inner.unsqueeze(-1) * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
+    total = mass + 1 - inner
+    return torch.cat([torch.where(total > 0, mass / total, 1.0), reach[:, 1:][:, -1:]], dim=1)
+
+
+def longest(kept: torch.Tensor) -> torch.Tensor:
+    """The longest prefix that is kept, whatever happened to shorter ones: `(B, G)` bool to `(B,)` int64, 0 if none."""
+    lengths = torch.arange(1, kept.shape[1] + 1, device=kept.device)
+    return pad(torch.where(kept, lengths, 0), (1, 0)).amax(-1)
+
+
+def _check(p: torch.Tensor, q: torch.Tensor, proposals: torch.Tensor) -> None:
+    """Raise for laws that do not belong to the proposals."""
     (batch, width), vocabulary = proposals.shape, p.shape[-1]
     if p.shape != (batch, width + 1, vocabulary) or q.shape != (batch, width, vocabulary):
         raise ValueError(
@@ -73,9 +124,6 @@ def rejection(
         raise TypeError(
             f"p is {p.dtype} and q is {q.dtype}: both must be torch.float32, the softmax of logits.float()."
         )
-    uniforms = torch.rand(proposals.shape, generator=generator, device=p.device)
-    accepted = acceptance(p, q, proposals, uniforms)
-    return Verdict(accepted, draw(residual(p, q, accepted), generator))
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor, proposals: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -90,17 +138,20 @@ def acceptance(p: torch.Tensor, q: torch.Tensor, proposals: torch.Tensor, unifor
     return _prefix_length(uniforms * q_x < p_x)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """The law of the token after the accepted prefix, norm(max(0, p - q)) at that position, `(B, V)` float32.
+def residual(
+    p: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor, scale: torch.Tensor | float = 1.0
+) -> torch.Tensor:
+    """The law of the token after the accepted prefix, norm(max(0, scale p - q)) at that position, `(B, V)` float32.
 
     Chen et al., (q(x) - p(x))_+ in Algorithm 2; Leviathan et al., p'(x) in Algorithm 1. Past the last proposal
     q = 0, since nothing was proposed there, and the formula gives p itself: the bonus token. Where rounding leaves no
-    mass at all, the law is p.
+    mass at all, the law is p. `scale` `(B, 1)` is 1 for `rejection`, and for `block` the P of the accepted prefix
+    (Sun et al., Eq. 5).
     """
     rows = torch.arange(accepted.shape[0], device=accepted.device)
     p_n = p[rows, accepted]  # [B, V]
     q_n = pad(q, (0, 0, 0, 1))[rows, accepted]  # [B, V]
-    excess = (p_n - q_n).clamp(min=0)
+    excess = (scale * p_n - q_n).clamp(min=0)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass, p_n)
 

@@ -44,7 +44,7 @@ from dflash_hf import compat
 from dflash_hf.decoding import Decoding
 
 
-def speculate(target, drafter, prompt, new, *, cap=None, streamer=None, verifier="rejection", **options):
+def speculate(target, drafter, prompt, new, *, cap=None, streamer=None, verifier="block", **options):
     """A greedy call, unless `options` say otherwise."""
     method = dflash_hf.custom_generate(drafter, num_assistant_tokens=cap, streamer=streamer, verifier=verifier)
     return target.generate(prompt, custom_generate=method, **{"do_sample": False, "max_new_tokens": new, **options})

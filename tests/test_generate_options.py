@@ -115,7 +115,7 @@ def test_processor_sees_the_text_before_every_committed_token():
     assert {len(prefix) for prefix in seen} == set(range(PROMPT, len(text)))
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "match"])
+@pytest.mark.parametrize("verifier", ["block", "rejection", "match"])
 def test_sampling_from_one_candidate_is_greedy(verifier):
     target, ids, full = greedy()
     for drafter in (drafter_for(target, 4), scripted(full, 8, at_rate(0.3))):

@@ -203,7 +203,7 @@ def test_attach_keeps_its_options(ours):
     dflash_hf.attach(target, drafter, verifier="match", num_assistant_tokens=2)
     target.generate(prompt_of(3), assistant_model=drafter, **OPTIONS)
     assert {record.proposed for record in drafter.last_statistics.rounds[:-1]} == {2}
-    with pytest.raises(ValueError, match="rejection, match"):
+    with pytest.raises(ValueError, match="block, rejection, match"):
         dflash_hf.attach(target, drafter, verifier="magic")
 
 

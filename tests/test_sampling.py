@@ -28,7 +28,7 @@ MASK = 4
 LAW = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.28, 0.22, 0.35, 0.15], [0.08, 0.25, 0.52, 0.15], [0.2, 0.32, 0.22, 0.26]])
 DRAFT_LAW = torch.tensor([0.15, 0.3, 0.43, 0.12])
 SIGNIFICANCE = 1e-3
-VERIFIERS = ["rejection", "match"]
+VERIFIERS = ["block", "rejection", "match"]
 
 
 class ChainTarget(PreTrainedModel, GenerationMixin):
@@ -138,13 +138,30 @@ def acceptance_z(calls, chance):
     return (sum(accepted for _, accepted in tried) - expected) / sum(c * (1 - c) for c, _ in tried) ** 0.5
 
 
+def check_acceptance(calls, verifier, law, draft_law):
+    """The first proposals are accepted as often as they should be; by block verification, at least as often as by
+    rejection, since later ones speak for them."""
+    overlap = torch.minimum(law, draft_law).sum(-1)
+    z = acceptance_z(calls, law[:, draft_law.argmax()] if verifier == "match" else overlap)
+    assert -4 < z and (z < 4 or verifier == "block")
+
+
+def test_block_verification_commits_more_than_rejection(pair):
+    means = []
+    for verifier in ("block", "rejection"):
+        rounds = [r for _, rounds in sample(pair, verifier, 8_000, seed=4) for r in rounds]
+        means.append(sum(r.committed for r in rounds) / len(rounds))
+    assert means[0] > 1.02 * means[1]
+
+
 OPTIONS = [{"temperature": 0.6}, {"temperature": 1.5}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.8, "top_k": 3}]
 
 
 @pytest.mark.parametrize(
     ("verifier", "num_tokens"),
     [
-        ("rejection", 30_000),
+        ("block", 30_000),
+        ("rejection", 10_000),
         ("match", 10_000),
         *(pytest.param(verifier, 60_000, marks=pytest.mark.slow) for verifier in VERIFIERS),
     ],
@@ -152,9 +169,7 @@ OPTIONS = [{"temperature": 0.6}, {"temperature": 1.5}, {"top_k": 2}, {"top_p": 0
 def test_sampled_text_has_the_law_of_the_target(pair, verifier, num_tokens):
     calls = sample(pair, verifier, num_tokens)
     assert chi_squared_p(calls, LAW) > SIGNIFICANCE
-    overlap = torch.minimum(LAW, DRAFT_LAW).sum(-1)
-    chance = overlap if verifier == "rejection" else LAW[:, DRAFT_LAW.argmax()]
-    assert abs(acceptance_z(calls, chance)) < 4
+    check_acceptance(calls, verifier, LAW, DRAFT_LAW)
     if num_tokens >= 30_000:  # a law that is 0.02 off is seen
         assert chi_squared_p(calls, LAW + torch.tensor([0.01, -0.01, 0.01, -0.01])) < SIGNIFICANCE
 
@@ -165,11 +180,7 @@ def test_options_shape_the_law_of_both_models(pair, verifier, options):
     calls = sample(pair, verifier, 3_000, seed=1, **options)
     law, draft_law = warped(LAW, **options), warped(DRAFT_LAW, **options)
     assert chi_squared_p(calls, law) > SIGNIFICANCE
-    if verifier == "rejection":
-        chance = torch.minimum(law, draft_law).sum(-1)
-    else:
-        chance = law[:, DRAFT_LAW.argmax()]
-    assert abs(acceptance_z(calls, chance)) < 4
+    check_acceptance(calls, verifier, law, draft_law)
     assert chi_squared_p(calls, LAW) < SIGNIFICANCE
 
 
@@ -186,8 +197,9 @@ def test_processor_that_looks_at_the_text_shapes_the_law(pair, verifier):
     assert chi_squared_p(calls, law / law.sum(-1, keepdim=True)) > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
 @pytest.mark.parametrize("mistake", ["not what was drawn from", "not processed"])
-def test_wrong_law_of_the_proposals_is_seen(pair, monkeypatch, mistake):
+def test_wrong_law_of_the_proposals_is_seen(pair, monkeypatch, mistake, verifier):
     draft = Decoding.draft
 
     def mistaken(self, width):
@@ -200,7 +212,7 @@ def test_wrong_law_of_the_proposals_is_seen(pair, monkeypatch, mistake):
 
     monkeypatch.setattr(Decoding, "draft", mistaken)
     options = {"temperature": 0.6} if mistake == "not processed" else {}
-    calls = sample(pair, "rejection", 3_000, seed=3, **options)
+    calls = sample(pair, verifier, 3_000, seed=3, **options)
     assert chi_squared_p(calls, warped(LAW, **options)) < SIGNIFICANCE
 
 

@@ -12,7 +12,19 @@ from math import prod
 import pytest
 import torch
 
-from dflash_hf.verification import Verdict, acceptance, draw, inverse_cdf, match, rejection, residual
+from dflash_hf.verification import (
+    Verdict,
+    acceptance,
+    block,
+    draw,
+    inverse_cdf,
+    longest,
+    match,
+    reaches,
+    rejection,
+    residual,
+    thresholds,
+)
 
 
 CELLS = 24  # a multiple of every q numerator below, so that p / q is a multiple of 1 / CELLS
@@ -100,6 +112,32 @@ def rejection_law(p, q, width, *, passed=None, verified=None, cells=CELLS):
     return law, mean
 
 
+def fraction(value):
+    """The rational that a float32 computed from small rationals stands for."""
+    exact = Fraction(value).limit_denominator(5000)
+    assert abs(exact - Fraction(value)) < Fraction(1, 10**6)
+    return exact
+
+
+def block_law(p, q, width, passed=None):
+    """As `rejection_law`, for block verification: from the code's own thresholds and residual laws."""
+    vocabulary, law, mean = len(p(())), {}, Fraction(0)
+    for x in sequences(vocabulary, width):
+        weight = probability(q, x)
+        if not weight:
+            continue
+        laws = stack(p, [x], width + 1), stack(passed or q, [x], width)
+        reach = reaches(*laws, torch.tensor([x]).reshape(1, width).long())
+        h = [fraction(value) for value in thresholds(*laws, reach)[0].tolist()]
+        for a in range(width + 1):
+            kept = prod((1 - h[j] for j in range(a, width)), start=Fraction(1)) * (h[a - 1] if a else 1)
+            mean += a * weight * kept
+            for token, value in enumerate(residual(*laws, torch.tensor([a]), reach[:, a : a + 1])[0].tolist()):
+                if kept:
+                    complete(law, (*x[:a], token), weight * kept * fraction(value), p, width + 1)
+    return law, mean
+
+
 def match_law(p, q, width, verified=None):
     """Exact law of the `width + 1` tokens after one round of `match`, and E[accepted]; proposals come from `q`."""
     vocabulary, law, mean = len(p(())), {}, Fraction(0)
@@ -142,6 +180,64 @@ def test_rejection_accepts_ten_ninths_on_the_published_toy():
     law, mean = rejection_law(THIRDS_P, THIRDS_Q, 2)
     assert mean == Fraction(10, 9)
     assert law == law_of(THIRDS_P, 3)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("p", "q"), [(P3, Q3), (P3, ONE_HOT3), (P3, P3), (P4, Q4)], ids=["sampled", "one-hot", "equal", "of four"]
+)
+def test_block_verification_has_the_target_law_and_accepts_no_fewer(p, q, width):
+    law, mean = block_law(p, q, width)
+    expected = law_of(p, width + 1)
+    assert all(abs(law.get(s, 0) - expected.get(s, 0)) < Fraction(1, 10**5) for s in law.keys() | expected.keys())
+    assert mean == width or q is not p
+    assert mean >= rejection_law(p, q, width, cells=CELLS if width < 3 else 12)[1] - Fraction(1, 10**5)
+
+
+def test_block_verification_accepts_eleven_ninths_on_the_published_toy():
+    """Where `rejection` accepts ten ninths: Sun et al., Section 2."""
+    law, mean = block_law(THIRDS_P, THIRDS_Q, 2)
+    assert abs(mean - Fraction(11, 9)) < Fraction(1, 10**6)
+    assert distance(law, law_of(THIRDS_P, 3)) < Fraction(1, 10**6)
+
+
+def test_wrong_q_gives_block_verification_a_wrong_law():
+    law, _ = block_law(P4, Q4, 2, passed=MISTAKEN4)
+    assert distance(law, law_of(P4, 3)) > Fraction(2, 100)
+
+
+def test_reaches_are_the_recursion_also_where_a_token_is_impossible():
+    p, q = random_laws(64, 6, 5), random_laws(64, 5, 5, seed=1)
+    proposals = torch.randint(0, 5, (64, 5))
+    p[7, 2, proposals[7, 2]] = 0.0
+    found = reaches(p, q, proposals)
+    for row in range(64):
+        value = 1.0
+        for i in range(5):
+            x = proposals[row, i]
+            value = min(1.0, value * (p[row, i, x] / q[row, i, x]).item())
+            assert found[row, i + 1].item() == pytest.approx(value, rel=1e-4)
+    assert (found[7, 3:] == 0).all() and (found[:, 0] == 1).all()
+
+
+def test_the_longest_kept_prefix_counts_whatever_is_before_it():
+    kept = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]]).bool()
+    assert longest(kept).tolist() == [3, 0, 4, 2]
+    assert longest(kept[:, :0]).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("width", [0, 1, 4])
+def test_block_verification_keeps_a_perfect_draft_and_never_an_impossible_token(width):
+    p = random_laws(50, width + 1, 6)
+    proposals = draw(p[:, :width])
+    verdict = block(p, p[:, :width].clone(), proposals)
+    assert (verdict.accepted == width).all()
+    if width:
+        p[:, 0] = 0.0
+        p[:, 0, 0] = 1.0
+        proposals[:, 0] = 1
+        verdict = block(p, random_laws(50, width, 6, seed=3), proposals)
+        assert (verdict.accepted == 0).all() and (verdict.token == 0).all()
 
 
 @pytest.mark.parametrize("width", [0, 1, 2, 3])
@@ -189,8 +285,8 @@ def test_inverse_cdf_gives_each_token_its_exact_share():
 # ---- the law, through the sampler
 
 
-def sample(p, q, passed, count, seed, width=2):
-    """`count` independent rounds through `draw` and `rejection`, completed with p: codes of `width + 1` tokens."""
+def sample(p, q, passed, count, seed, width=2, verify=rejection):
+    """`count` independent rounds through `draw` and `verify`, completed with p: codes of `width + 1` tokens."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = len(p(()))
     code = torch.zeros(count, dtype=torch.long)
@@ -201,7 +297,7 @@ def sample(p, q, passed, count, seed, width=2):
     proposals = torch.stack(proposals, dim=1)  # [count, G]
     drafts = sequences(vocabulary, width)
     laws = stack(p, drafts, width + 1)[code], stack(passed, drafts, width)[code]
-    verdict = rejection(*laws, proposals, generator=generator)
+    verdict = verify(*laws, proposals, generator=generator)
     code = torch.zeros(count, dtype=torch.long)
     for i in range(width + 1):
         token = draw(stack(p, sequences(vocabulary, i), i + 1)[code, -1], generator)
@@ -219,7 +315,8 @@ def p_value(codes, expected):
     return torch.special.gammaincc(torch.tensor((expected.numel() - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
-def test_sampled_rejection_has_the_target_law():
+@pytest.mark.parametrize("verify", [rejection, block])
+def test_sampled_verification_has_the_target_law(verify):
     """Chi-squared over the 64 outcomes of V = 4, G = 2 with n = 54 000 rounds at alpha = 1e-3.
 
     Power: a shift of the law by a total variation of d has noncentrality of at least 4 n d^2, here 86 at d = 0.02,
@@ -227,7 +324,7 @@ def test_sampled_rejection_has_the_target_law():
     see, the same relative change in every cell; the third a q that is not the law of the proposals.
     """
     law = torch.tensor([float(probability(P4, s)) for s in sequences(4, 3)], dtype=torch.float64)
-    codes = sample(P4, Q4, Q4, 54_000, seed=0)
+    codes = sample(P4, Q4, Q4, 54_000, seed=0, verify=verify)
     assert p_value(codes, law) > 1e-3
 
     order = law.argsort()
@@ -238,7 +335,7 @@ def test_sampled_rejection_has_the_target_law():
     assert (shifted - law).abs().sum().item() / 2 == pytest.approx(0.02)
     assert p_value(codes, shifted) < 1e-3
 
-    assert p_value(sample(P4, Q4, MISTAKEN4, 54_000, seed=0), law) < 1e-3
+    assert p_value(sample(P4, Q4, MISTAKEN4, 54_000, seed=0, verify=verify), law) < 1e-3
 
 
 def test_unnormalised_residual_would_be_seen_by_the_draw():
