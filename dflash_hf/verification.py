@@ -103,7 +103,7 @@ def thresholds(p: torch.Tensor, q: torch.Tensor, reach: torch.Tensor) -> torch.T
     inner = reach[:, 1:-1]  # [B, G - 1]
     mass = (inner.unsqueeze(-1) * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
     total = mass + 1 - inner
-    return torch.cat([torch.where(total > 0, mass / total, 1.0), reach[:, 1:][:, -1:]], dim=1)
+    return torch.cat([torch.where(total == 0, 1.0, mass / total), reach[:, 1:][:, -1:]], dim=1)
 
 
 def longest(kept: torch.Tensor) -> torch.Tensor:

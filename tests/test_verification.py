@@ -226,6 +226,13 @@ def test_the_longest_kept_prefix_counts_whatever_is_before_it():
     assert longest(kept[:, :0]).tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("verify", [rejection, block])
+def test_proposals_with_a_law_that_is_not_a_number_are_dropped(verify):
+    p, q = random_laws(20, 4, 6), torch.full((20, 3, 6), float("nan"))
+    verdict = verify(p, q, torch.zeros(20, 3, dtype=torch.long))
+    assert (verdict.accepted == 0).all()
+
+
 @pytest.mark.parametrize("width", [0, 1, 4])
 def test_block_verification_keeps_a_perfect_draft_and_never_an_impossible_token(width):
     p = random_laws(50, width + 1, 6)
