@@ -1,5 +1,7 @@
 """The only room that touches the inside of caches: what can be rolled back, and how."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -63,6 +65,86 @@ def crop_to(cache: Cache, length: int) -> None:
     for layer in cache.layers:
         if layer.is_initialized:
             layer.crop(min(0, length - layer.get_seq_length()))
+
+
+class AlignedCache:
+    """
+    A cache of committed tokens in which every row ends at the last column, as with ordinary left padding.
+
+    A forward appends columns; of these [`keep`] keeps the first few of each row. The rest is cropped, and rows that
+    keep fewer than others move to the right, so that distances within a row stay what they are: sliding windows and
+    positions need not know that the rows were accepted at different speeds.
+
+    Args:
+        cache (`Cache`): of the model.
+        mask (`torch.LongTensor` of shape `(B, length)`, *optional*): 0 for padding; `None` while there is none.
+    """
+
+    def __init__(self, cache: Cache, mask: torch.Tensor | None = None):
+        self.cache, self.mask = cache, mask
+        self.length = length_of(cache)
+
+    def mask_with(self, batch: int, *parts: int | torch.Tensor) -> torch.Tensor | None:
+        """
+        The mask of the committed columns and of `parts` after them; `None` when nothing is padding.
+
+        Args:
+            parts: a number of columns without padding, or their mask `(B, n)`.
+        """
+        if self.mask is None and all(isinstance(part, int) for part in parts):
+            return None
+        masks = [self.length if self.mask is None else self.mask, *parts]
+        like = next(mask for mask in masks if isinstance(mask, torch.Tensor))
+        return torch.cat([like.new_ones(batch, m) if isinstance(m, int) else m for m in masks], dim=1)
+
+    def keep(self, kept: Sequence[int], new: torch.Tensor | None = None) -> None:
+        """
+        Of the columns that were appended since the last time, keep the first `kept[b]` of row b.
+
+        Args:
+            new (`torch.LongTensor` of shape `(B, n)`, *optional*): their mask, if some of those kept are padding.
+        """
+        most = max(kept)
+        mask = self.mask_with(len(kept), most if new is None else new[:, :most])
+        shifts = [most - count for count in kept]
+        if any(shifts):
+            if mask is None:
+                mask = torch.ones(len(kept), self.length + most, dtype=torch.long, device=self._device())
+            shift = torch.tensor(shifts, device=mask.device).unsqueeze(1)
+            columns = torch.arange(mask.shape[1], device=mask.device) - shift  # [B, columns]: where each comes from
+            mask = torch.where(columns >= 0, mask.gather(1, columns.clamp(min=0)), 0)
+            for layer in self._layers():
+                _move_right(layer, shift)
+        self.mask, self.length = mask, self.length + most
+        self.roll_back()
+
+    def roll_back(self) -> None:
+        """Forget the columns that were appended since the last [`keep`]."""
+        crop_to(self.cache, self.length)
+
+    def select(self, rows: list[int]) -> None:
+        """Forget all rows but these."""
+        for layer in self._layers():
+            layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+        if self.mask is not None:
+            self.mask = self.mask[rows]
+
+    def _layers(self) -> list[DynamicLayer]:
+        return [layer for layer in self.cache.layers if layer.is_initialized]
+
+    def _device(self) -> torch.device:
+        return self._layers()[0].device
+
+
+def _move_right(layer: DynamicLayer, shift: torch.Tensor) -> None:
+    """Move row b of keys and values by `shift[b]` `(B, 1)` columns; what falls off on the right is lost."""
+    batch, heads, length, _ = layer.keys.shape
+    columns = (torch.arange(length, device=layer.keys.device) - shift.to(layer.keys.device)).clamp(min=0)
+    first = length * torch.arange(batch * heads, device=columns.device).view(batch, heads, 1)
+    # Whole vectors are copied, which is much faster than a gather of single numbers.
+    index = (first + columns.unsqueeze(1)).flatten()
+    layer.keys = layer.keys.flatten(0, 2).index_select(0, index).view_as(layer.keys)
+    layer.values = layer.values.flatten(0, 2).index_select(0, index).view_as(layer.values)
 
 
 def num_keys(cache: Cache | None, layer_idx: int, added: int) -> int:

@@ -1,42 +1,29 @@
 """
 The loop: draft, verify, commit.
 
-At the start of every round the text ends with the anchor, which the target has not seen as input yet; the target's
+At the start of every round each text ends with its anchor, which the target has not seen as input yet; the target's
 cache holds exactly the tokens before it; the drafter's cache and the pending context together cover the same tokens.
+The rows of a batch are accepted at their own pace, and one that has ended is dropped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
-from transformers.generation.logits_process import (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 from transformers.generation.streamers import BaseStreamer
 
 from . import cache as caches
-from . import compat, verification
+from . import compat, options, verification
+from .cache import AlignedCache
 from .configuration_dflash import EMBEDDING_TAP
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
 from .modeling_dflash import DFlashDraftModel
-from .outputs import Collector, Processing, Stopping
+from .outputs import Collector, Processing, Stopping, Texts
 from .proposal import ProposalHead
 from .target import Target, concatenate
 
-
-# How sampled proposals are verified, and whether they are drawn from the drafter's law rather than its likeliest.
-VERIFIERS = {"block": True, "rejection": True, "match": False}
-
-# These keep a memory of what they were shown, and would be shown proposals that are then rejected.
-_REMEMBERING = {
-    SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-}
-
-# What `generate` prepares for a text. Anything else of the caller's would be lost after the prompt.
-_CARRIED = {"attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", compat.CACHE}
 
 # `generate` fills this in for every call, so it says nothing of what the user wants.
 _DEFAULT_CAP = 20
@@ -45,34 +32,48 @@ _DEFAULT_CAP = 20
 @dataclass
 class DecodeState:
     """
-    What a call remembers between rounds.
+    What a call remembers between rounds. The tensors of a round have one entry for each row that is being written.
 
     Args:
-        text (`torch.LongTensor` of shape `(1, n)`): all tokens so far; the last is the anchor.
-        target_cache, draft_cache (`Cache`): committed tokens before the anchor.
-        mask (`torch.LongTensor` of shape `(1, committed_pos)`, *optional*): 0 for padding; `None` without padding.
-        committed_pos (`int`): index of the anchor; both caches belong to the tokens before it.
-        anchor_position (`torch.LongTensor` of shape `(1, 1)`): what `position_ids` says of the anchor.
-        context (`torch.Tensor` of shape `(1, new, M * H)`): tapped hidden states that the drafter has not seen; `None`
-            before the prompt.
-        context_positions (`torch.LongTensor` of shape `(1, new)`): their positions.
-        finished (`bool`): the text has ended.
+        texts (`Texts`): all tokens so far; the last of each row is its anchor.
+        target, draft (`AlignedCache`): committed tokens before the anchor.
+        anchor (`torch.LongTensor` of shape `(rows, 1)`): the last token of each row.
+        anchor_position (`torch.LongTensor` of shape `(rows, 1)`): what `position_ids` says of it.
+        context (`torch.Tensor` of shape `(rows, new, M * H)`): tapped hidden states that the drafter has not seen.
+        context_positions (`torch.LongTensor` of shape `(rows, new)`): their positions.
+        context_mask (`torch.LongTensor` of shape `(rows, new)`, *optional*): 0 for padding among them, which in the
+            prompt is on the left and later on the right.
+        context_ends (`list[int]`): columns of the context that each row has, what is on the right of them left out.
     """
 
-    text: torch.Tensor
-    target_cache: Cache
-    draft_cache: Cache
-    mask: torch.Tensor | None = None
-    committed_pos: int = 0
+    texts: Texts
+    target: AlignedCache
+    draft: AlignedCache
+    anchor: torch.Tensor | None = None
     anchor_position: torch.Tensor | None = None
     context: torch.Tensor | None = None
     context_positions: torch.Tensor | None = None
-    finished: bool = False
+    context_mask: torch.Tensor | None = None
+    context_ends: list[int] = field(default_factory=list)
 
     def roll_back(self) -> None:
         """Forget everything that is not committed."""
-        caches.crop_to(self.target_cache, self.committed_pos)
-        caches.crop_to(self.draft_cache, self.committed_pos - self.context.shape[1])
+        self.target.roll_back()
+        self.draft.roll_back()
+
+    def select(self, entries: list[int]) -> None:
+        """Go on with these of the rows that are being written."""
+        if len(entries) == len(self.texts.rows):
+            return
+        self.texts.rows = [self.texts.rows[i] for i in entries]
+        if not entries:
+            return
+        self.target.select(entries)
+        self.draft.select(entries)
+        self.context_ends = [self.context_ends[i] for i in entries]
+        for name in ("anchor", "anchor_position", "context", "context_positions", "context_mask"):
+            value = getattr(self, name)
+            setattr(self, name, value if value is None else value[entries])
 
 
 class Decoding:
@@ -93,179 +94,262 @@ class Decoding:
     ):
         self.target, self.drafter, self.state = target, drafter, state
         self.head = ProposalHead(drafter, target)
-        self.layer_ids = drafter.config.target_layer_ids
+        self.layer_ids, self.mask_token_id = drafter.config.target_layer_ids, drafter.config.mask_token_id
         self.processing = Processing(processors)
         self.stopping = Stopping(criteria)
-        self.collector = Collector(config)
-        self.streamer = streamer
+        self.num_rows, self.prompt_columns = state.texts.ids.shape
+        self.collector = Collector(config, self.num_rows, self.prompt_columns)
         self.sampling = config.do_sample
         self.verifier = verifier
-        self.drawing = self.sampling and VERIFIERS[verifier]
+        self.drawing = self.sampling and options.VERIFIERS[verifier]
         caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap not in (None, _DEFAULT_CAP)]
         self.max_proposals = min([drafter.config.num_proposals, *caps])
         self.max_length = self.stopping.max_length
-        self.block = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=state.text.device)
+        # Plain decoding pads a row that has ended only where there are end tokens. Where there are none, rows are
+        # written on until the last one has stopped.
+        self.pads = bool(self.stopping.eos_ids) or self.num_rows == 1
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
+        self.pad_id = ends[0] if config.pad_token_id is None else config.pad_token_id
+        self.stopped: list[int | None] = [None] * self.num_rows  # columns at which each row stopped
+        self.streamer, self.streamed = streamer, self.prompt_columns
         self.watch = Stopwatch(target.device)
         self.start = self.watch.mark()
-        self.marks: list[tuple] = []  # one for each round: proposed, accepted, committed, and four marks in time
+        self.marks: list[tuple] = []  # one for each round: proposed, counts of each row, and four marks in time
 
     def prefill(self, taps: dict[int, torch.Tensor], model_kwargs: dict) -> None:
         """Run the prompt; its last row gives the first anchor."""
         state, model = self.state, self.target.model
-        positions = model_kwargs.get("position_ids")
-        inputs = model.prepare_inputs_for_generation(state.text, is_first_iteration=True, **model_kwargs)
+        positions, ids = model_kwargs.get("position_ids"), state.texts.ids
+        inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **model_kwargs)
         if EMBEDDING_TAP in self.layer_ids and inputs.get("inputs_embeds") is not None:
             taps[EMBEDDING_TAP] = inputs["inputs_embeds"]  # the embedding itself is not called then
         outputs = model(**inputs, return_dict=True)
-        logits = outputs.logits[:, -1:].to(state.text.device, torch.float32, copy=True)  # [1, 1, V]
-        caches.start_recording(state.target_cache)
-        state.committed_pos = self.prompt_tokens = caches.length_of(state.target_cache)
+        logits = outputs.logits[:, -1:].to(ids.device, torch.float32, copy=True)  # [B, 1, V]
+        caches.start_recording(state.target.cache)
+        state.target = AlignedCache(state.target.cache, model_kwargs.get("attention_mask"))
+        columns = self.prompt_tokens = state.target.length
         if positions is None:
-            positions = torch.arange(state.committed_pos, device=state.text.device).unsqueeze(0)
+            positions = torch.arange(columns, device=ids.device).expand(self.num_rows, -1)
         state.anchor_position = positions[:, -1:] + 1
-        scores = self.processing(state.text, logits, state.text[:, :0])
-        state.context = concatenate(taps, self.layer_ids)
-        state.context_positions = positions
+        state.context, state.context_positions = concatenate(taps, self.layer_ids), positions
+        state.context_mask, state.context_ends = state.target.mask, [columns] * self.num_rows
+        scores = self.processing(state.texts, logits, ids[:, :0])
         first = self._choose(scores)
-        ids = first[0].tolist()
-        self._extend(first, ids, scores, logits)
-        self._stream(ids)
+        self._extend(first, [[token] for token in first[:, 0].tolist()], scores, logits)
+        self._go_on()
         self.prefilled = self.watch.mark()
 
     def round(self, taps: dict[int, torch.Tensor]) -> None:
         """Draft, verify, commit. If it fails half-way, the caches are as before it."""
         state = self.state
-        width = min(self.max_proposals, self.max_length - state.text.shape[1] - 1)
+        rows = state.texts.rows
+        width = min(self.max_proposals, self.max_length - min(state.texts.ends[row] for row in rows) - 1)
         start = self.watch.mark()
         try:
             proposals, q = self.draft(width)
             drafted = self.watch.mark()
             logits = self.verify(proposals)
             verified = self.watch.mark()
-            scores = self.processing(state.text, logits, proposals)
+            scores = self.processing(state.texts, logits, proposals)
             verdict = self._judge(scores, q, proposals)
+            block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
+            block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
             # The one point of a round where the device has to be waited for.
-            accepted, token, *ids = torch.cat([*verdict, proposals[0]]).tolist()
-            ids = [*ids[:accepted], token]
-            new = torch.cat([proposals[:, :accepted], verdict.token.unsqueeze(1)], dim=1)
+            numbers = torch.cat([verdict.accepted.unsqueeze(1), block], dim=1).tolist()
+            accepted = [count for count, *_ in numbers]
+            new = [tokens[: count + 1] for count, *tokens in numbers]
             context = concatenate(taps, self.layer_ids)
-            committed = self._extend(new, ids, scores, logits)
+            committed = self._extend(block, new, scores, logits)
         except BaseException:
             state.roll_back()
             raise
-        self.commit(context[:, :committed])
-        self._stream(ids[:committed])
-        self.marks.append((width, accepted, committed, start, drafted, verified, self.watch.mark()))
+        self.commit(context, committed)
+        self._go_on()
+        counts = list(zip(rows, accepted, committed, strict=True))
+        self.marks.append((width, counts, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Propose the next `width` tokens.
 
         Returns:
-            `(proposals, q)`: ids `(1, width)`, and where they are drawn, their law, `(1, width, V)`.
+            `(proposals, q)`: ids `(rows, width)`, and where they are drawn, their law, `(rows, width, V)`.
         """
         state = self.state
         if width == 0:
-            return state.text[:, :0], state.text.new_zeros((1, 0, self.target.num_logits), dtype=torch.float32)
+            none = state.anchor[:, :0]
+            return none, torch.zeros(*none.shape, self.target.num_logits, device=none.device)
+        fresh = state.context.shape[1] if state.context_mask is None else state.context_mask
         if self.drafter.config.drafting == "autoregressive":
-            proposals, q = self._draft_one_by_one(width)
+            proposals, q = self._draft_one_by_one(width, fresh)
         else:
-            self.block[:, 0] = state.text[:, -1]
-            hidden = self._denoise(self.block)[:, -self.drafter.config.num_proposals :]
-            proposals, q = self._propose(state.text, hidden[:, :width])
-        caches.crop_to(state.draft_cache, state.committed_pos)
+            block = state.anchor.new_full((len(state.anchor), self.drafter.config.block_size), self.mask_token_id)
+            block[:, :1] = state.anchor
+            hidden = self._denoise(block, fresh)[:, -self.drafter.config.num_proposals :]
+            proposals, q = self._propose(state.texts, hidden[:, :width])
+        state.draft.keep(state.context_ends, state.context_mask)
+        # New tensors, since a slice would keep the features of the whole prompt.
+        state.context = state.context.new_empty(len(proposals), 0, state.context.shape[-1])
+        state.context_positions = state.context_positions.new_empty(len(proposals), 0)
         return proposals, q
 
-    def _draft_one_by_one(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _draft_one_by_one(self, width: int, fresh: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A forward for each proposal; the draft cache holds the block's earlier slots meanwhile."""
-        text, laws = self.state.text, []
+        tokens, laws = self.state.anchor, []
         for i in range(width):
-            proposal, q = self._propose(text, self._denoise(text[:, -1:], start=i))
-            text = torch.cat([text, proposal], dim=1)
+            texts = self.state.texts.followed_by(tokens[:, 1:])
+            proposal, q = self._propose(texts, self._denoise(tokens[:, -1:], fresh, start=i))
+            tokens = torch.cat([tokens, proposal], dim=1)
             laws.append(q)
-        return text[:, -width:], torch.cat(laws, dim=1) if self.drawing else None
+        return tokens[:, 1:], torch.cat(laws, dim=1) if self.drawing else None
 
-    def _denoise(self, ids: torch.Tensor, *, start: int = 0) -> torch.Tensor:
-        """Hidden states `(1, n, H)` of the block's slots from `start` on, which hold `ids` `(1, n)`."""
+    def _denoise(self, ids: torch.Tensor, fresh: int | torch.Tensor, *, start: int = 0) -> torch.Tensor:
+        """
+        Hidden states `(rows, n, H)` of the block's slots from `start` on, which hold `ids` `(rows, n)`.
+
+        Args:
+            fresh: how many columns the context of this round has, or their mask.
+        """
         state = self.state
         positions = state.anchor_position + torch.arange(start, start + ids.shape[1], device=ids.device)
-        mask = state.mask
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones((1, start + ids.shape[1]))], dim=1).to(self.drafter.device)
-        hidden = self.drafter(
+        mask = state.draft.mask_with(len(ids), fresh, start + ids.shape[1])
+        new = slice(None) if start == 0 else slice(0, 0)  # the context goes in with the first slots
+        return self.drafter(
             noise_embeds=self.target.embed(ids).to(self.drafter.device, self.drafter.dtype),
-            context_hidden_states=state.context.to(self.drafter.device, self.drafter.dtype),
-            position_ids=torch.cat([state.context_positions, positions], dim=1).to(self.drafter.device),
-            attention_mask=mask,
-            **{compat.CACHE: state.draft_cache},
+            context_hidden_states=state.context[:, new].to(self.drafter.device, self.drafter.dtype),
+            position_ids=torch.cat([state.context_positions[:, new], positions], dim=1).to(self.drafter.device),
+            attention_mask=mask if mask is None else mask.to(self.drafter.device),
+            **{compat.CACHE: state.draft.cache},
         ).last_hidden_state
-        # New tensors, since a slice would keep the features of the whole prompt.
-        state.context = state.context.new_empty((1, 0, state.context.shape[-1]))
-        state.context_positions = state.context_positions.new_empty((1, 0))
-        return hidden
 
-    def _propose(self, text: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Proposals of the slots with hidden states `(1, n, H)`, the first of which follows `text`, and their law."""
-        logits = self.head.logits(hidden)  # [1, n, shortlist or V]
+    def _propose(self, texts: Texts, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
+        device = texts.ids.device
+        logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
         if not self.drawing and not self.processing:
-            return self.head.greedy(logits).to(text.device), None
-        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(text.device)
+            return self.head.greedy(logits).to(device), None
+        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(device)
         if not self.drawing:
-            return self.processing.walk(text, logits, lambda scores: scores.argmax(-1))[0], None
-        proposals, scores = self.processing.walk(text, logits, lambda s: verification.draw(s.softmax(-1)))
+            return self.processing.walk(texts, logits, lambda scores: scores.argmax(-1))[0], None
+        proposals, scores = self.processing.walk(texts, logits, lambda s: verification.draw(s.softmax(-1)))
         return proposals, scores.softmax(-1)
 
     def verify(self, proposals: torch.Tensor) -> torch.Tensor:
-        """Logits of the target at the anchor and at each proposal, `(1, width + 1, V)` float32."""
+        """Logits of the target at the anchor and at each proposal, `(rows, width + 1, V)` float32."""
         state = self.state
-        ids = torch.cat([state.text[:, -1:], proposals], dim=1)
-        inputs = {"input_ids": ids, compat.CACHE: state.target_cache, "use_cache": True, "return_dict": True}
+        ids = torch.cat([state.anchor, proposals], dim=1)
+        inputs = {"input_ids": ids, compat.CACHE: state.target.cache, "use_cache": True, "return_dict": True}
         if self.target.takes_positions:
             inputs["position_ids"] = state.anchor_position + torch.arange(ids.shape[1], device=ids.device)
-        if state.mask is not None:
-            inputs["attention_mask"] = torch.cat([state.mask, torch.ones_like(ids)], dim=1)
-        return self.target.model(**inputs).logits.to(state.text.device, torch.float32)
+        mask = state.target.mask_with(*ids.shape)
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        return self.target.model(**inputs).logits.to(ids.device, torch.float32)
 
-    def commit(self, context: torch.Tensor) -> None:
-        """Move both caches and the pending context to the new anchor; `context` is that of the tokens it passes."""
-        state, count = self.state, context.shape[1]
-        positions = state.anchor_position + torch.arange(count, device=state.text.device)
-        if state.context.shape[1]:  # nothing was drafted, so the drafter has not seen the earlier context either
-            context = torch.cat([state.context, context], dim=1)
-            positions = torch.cat([state.context_positions, positions], dim=1)
-        state.context, state.context_positions = context, positions
-        state.anchor_position = state.anchor_position + count
-        state.committed_pos += count
-        if state.mask is not None:
-            state.mask = torch.cat([state.mask, state.mask.new_ones((1, count))], dim=1)
-        caches.crop_to(state.target_cache, state.committed_pos)
+    def commit(self, context: torch.Tensor, committed: list[int]) -> None:
+        """
+        Move both caches and the pending context to the new anchors.
+
+        Args:
+            context (`torch.Tensor` of shape `(rows, width + 1, M * H)`): of the block.
+            committed (`list[int]`): how many of its tokens each row has passed.
+        """
+        state, most = self.state, max(committed)
+        steps = torch.arange(most, device=state.anchor.device)
+        counts = torch.tensor(committed, device=steps.device).unsqueeze(1)
+        mask = (steps < counts).long() if min(committed) < most else None
+        context, positions = context[:, :most], state.anchor_position + steps
+        if state.context.shape[1] == 0:
+            state.context, state.context_positions = context, positions
+            state.context_mask, state.context_ends = mask, committed
+        else:  # nothing was drafted, since every text ends with its next token
+            state.context = torch.cat([state.context, context], dim=1)
+            state.context_positions = torch.cat([state.context_positions, positions], dim=1)
+        state.anchor_position = state.anchor_position + counts
+        state.target.keep(committed)
+
+    def cache_of_all_rows(self, model_kwargs: dict):
+        """
+        The cache that plain decoding leaves: every row from column 0 on, what follows its end included. The loop's own
+        holds its rows elsewhere once they were accepted at different speeds, so it is computed anew.
+        """
+        if self.num_rows == 1:
+            return self.state.target.cache
+        ids, mask = self.state.texts.ids[:, :-1], model_kwargs.get("attention_mask")
+        more = ids.shape[1] - self.prompt_columns
+        inputs = {"input_ids": ids, compat.CACHE: DynamicCache(config=self.target.model.config), "use_cache": True}
+        if mask is not None:
+            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(self.num_rows, more)], dim=1)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and self.target.takes_positions:
+            steps = torch.arange(1, more + 1, device=ids.device)
+            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + steps], dim=1)
+        self.target.model(**inputs)
+        return inputs[compat.CACHE]
 
     def statistics(self) -> GenerationStatistics:
         """The numbers of the call, once it is over."""
-        seconds = self.watch.seconds
-        rounds = [
-            RoundRecord(*counts, seconds(start, drafted), seconds(drafted, verified), seconds(verified, end))
-            for *counts, start, drafted, verified, end in self.marks
-        ]
-        return GenerationStatistics(self.prompt_tokens, seconds(self.start, self.prefilled), rounds)
+        rounds = []
+        for width, counts, *marks in self.marks:
+            seconds = [self.watch.seconds(a, b) / len(counts) for a, b in pairwise(marks)]
+            rounds += [RoundRecord(width, accepted, committed, *seconds, row) for row, accepted, committed in counts]
+        return GenerationStatistics(
+            self.prompt_tokens,
+            self.watch.seconds(self.start, self.prefilled),
+            rounds,
+            target_forwards=1 + len(self.marks),
+            texts=self.num_rows,
+            calls=1,
+        )
 
-    def _extend(self, new: torch.Tensor, ids: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
+    def _extend(
+        self, block: torch.Tensor, new: list[list[int]], scores: torch.Tensor, logits: torch.Tensor
+    ) -> list[int]:
         """
-        Append the tokens `new` `(1, n)`, which are `ids`, up to the first that stops the text; say how many they were.
-        """
-        state, width = self.state, new.shape[1]
-        text = torch.cat([state.text, new], dim=1)
-        stop = self.stopping.first_stop(text, ids, scores[:, :width], self.collector.scores)
-        count = stop or width
-        self.collector.add(scores[:, :count], logits[:, :count])
-        state.text = text[:, : text.shape[1] - width + count]
-        state.finished = stop is not None
-        return count
+        Append the tokens `new` of each row, the first of `block` `(rows, n)`, up to the one that stops its text.
 
-    def _stream(self, ids: list[int]) -> None:
-        """Hand the tokens `ids`, just committed, to the streamer."""
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(ids))
+        Returns:
+            `list[int]`: how many they were.
+        """
+        state, texts = self.state, self.state.texts
+        self.collector.add(texts.rows, [len(tokens) for tokens in new], scores, logits)
+        stops = self.stopping.first_stops(texts, block, new, self.collector.scores_before)
+        counts = []
+        for row, tokens, stop in zip(texts.rows, new, stops, strict=True):
+            if stop is not None and self.stopped[row] is None:
+                self.stopped[row] = texts.ends[row] + stop
+            room = self.max_length - texts.ends[row]
+            counts.append(stop if self.pads and stop else min(len(tokens), room))
+        index = torch.tensor(counts, device=block.device).unsqueeze(1) - 1
+        state.anchor = block.gather(1, index)
+        state.texts = texts.extended(block, counts, self.pad_id)
+        self.collector.cut(state.texts)
+        return counts
+
+    def _go_on(self) -> None:
+        """Stream what is settled, and drop the rows that are done."""
+        state, texts = self.state, self.state.texts
+        done = [stop for stop in self.stopped if stop is not None]
+        last = max(done) if len(done) == self.num_rows else None  # where the longest row stops, once that is known
+        if self.pads:
+            entries = [i for i, row in enumerate(texts.rows) if self.stopped[row] is None]
+        else:
+            goal = self.max_length if last is None else last
+            entries = [i for i, row in enumerate(texts.rows) if texts.ends[row] < goal]
+        writing = [texts.ends[texts.rows[i]] for i in entries]
+        self._stream(min([last or texts.ids.shape[1], *writing]))
+        state.select(entries)
+        if not entries:
+            state.texts.ids = state.texts.ids[:, :last]
+
+    def _stream(self, column: int) -> None:
+        """Hand what all rows say up to `column` to the streamer: of one row all new tokens, of several one by one."""
+        if self.streamer is None or column <= self.streamed:
+            return
+        new = self.state.texts.ids[:, self.streamed : column].cpu()
+        for tokens in [new[0]] if self.num_rows == 1 else new.unbind(1):
+            self.streamer.put(tokens)
+        self.streamed = column
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """The target's own tokens: argmax or a draw."""
@@ -308,13 +392,13 @@ def decode(
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     target_cache = model_kwargs.get(compat.CACHE)
-    _check_options(logits_processor, generation_config, verifier, num_assistant_tokens)
-    _check_inputs(input_ids, generation_config, model_kwargs)
+    options.check(logits_processor, generation_config, verifier, num_assistant_tokens)
+    options.check_inputs(model_kwargs)
+    num_rows, columns = input_ids.shape
     state = DecodeState(
-        text=input_ids,
-        target_cache=target_cache,
-        draft_cache=caches.new_draft_cache(drafter.config),
-        mask=model_kwargs.get("attention_mask"),
+        texts=Texts(input_ids, [columns] * num_rows, list(range(num_rows))),
+        target=AlignedCache(target_cache),
+        draft=AlignedCache(caches.new_draft_cache(drafter.config)),
     )
     decoding = Decoding(
         target,
@@ -332,56 +416,13 @@ def decode(
     try:
         with target.capture(decoding.layer_ids) as taps:
             decoding.prefill(taps, model_kwargs)
-            while not state.finished:
+            while state.texts.rows:
                 decoding.round(taps)
     finally:
         caches.stop_recording(target_cache)
     if streamer is not None:
         streamer.end()
     drafter.last_statistics = statistics = decoding.statistics()
-    return decoding.collector.result(state.text, target_cache, statistics)
-
-
-def _check_options(
-    processors: LogitsProcessorList, config: GenerationConfig, verifier: str, num_assistant_tokens: int | None
-) -> None:
-    """Refuse by name the options that this loop does not honour."""
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
-    for cap in (num_assistant_tokens, config.num_assistant_tokens):
-        if cap is not None and cap < 1:
-            raise ValueError(f"num_assistant_tokens={cap}: at least 1; for none, leave the drafter out.")
-    if config.num_beams > 1:
-        raise ValueError(f"num_beams={config.num_beams}: DFlash decodes without beams; leave the drafter out.")
-    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size", "prompt_lookup_num_tokens"):
-        if getattr(config, option):
-            raise ValueError(f"{option}={getattr(config, option)}: not supported with a DFlash drafter; leave it out.")
-    for processor in processors:
-        if type(processor) in _REMEMBERING:
-            raise ValueError(f"{_REMEMBERING[type(processor)]}: not supported with a DFlash drafter; leave it out.")
-
-
-def _check_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict) -> None:
-    """Refuse by name the inputs that this loop cannot carry from round to round."""
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"batch of {input_ids.shape[0]} rows (num_return_sequences={config.num_return_sequences}): so far DFlash "
-            "decodes one row at a time; call generate for each row."
-        )
-    unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)}: so far DFlash passes only text on to the target; leave the drafter out."
-        )
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() != 2:
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)}: so far DFlash knows targets with one position a token."
-        )
-    cache = model_kwargs.get(compat.CACHE)
-    caches.check_can_roll_back(cache)
-    if caches.length_of(cache) > 0:
-        raise ValueError(
-            f"{compat.CACHE}: it already holds {caches.length_of(cache)} tokens, whose hidden states the drafter has "
-            "not seen. Pass the whole text without a cache."
-        )
+    if not generation_config.return_dict_in_generate:
+        return state.texts.ids
+    return decoding.collector.result(state.texts.ids, decoding.cache_of_all_rows(model_kwargs), statistics)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .decoding import VERIFIERS, decode
+from .decoding import decode
 from .modeling_dflash import DFlashDraftModel
+from .options import VERIFIERS
 from .target import Target
 
 

@@ -100,15 +100,18 @@ def drafting_mask(
     unordered = context_queries == 0 and (not causal or block_size == 1)
     if unordered and padding is None and (window is None or window >= num_keys):
         return None
-    place = torch.arange(total - num_keys, total, device=device).unsqueeze(0)
-    committed = place < num_context
+    column = torch.arange(total, device=device).unsqueeze(0)
+    # Counted without padding, which may also stand between the context and the block.
+    place = column if padding is None else padding.cumsum(-1) - 1
+    committed = column < num_context
     key = Standing(
         place=place,
-        block=torch.where(committed, -1 - place, 0),
-        anchor=place.clamp(max=num_context),
+        block=torch.where(committed, -1 - column, 0),
+        anchor=torch.where(committed, place, place[:, num_context : num_context + 1]),
         document=torch.zeros_like(place),
-        valid=torch.ones_like(committed) if padding is None else padding[:, -num_keys:].bool(),
+        valid=torch.ones_like(committed) if padding is None else padding.bool(),
     )
+    key = Standing(*(t[:, total - num_keys :] for t in key))
     query = Standing(*(t[:, -(context_queries + block_size) :] for t in key))
     return _dense(query, key, window=window, causal=causal)
 

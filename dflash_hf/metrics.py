@@ -9,7 +9,7 @@ import torch
 
 class RoundRecord(NamedTuple):
     """
-    One round: draft, verify, commit.
+    One round of one text: draft, verify, commit.
 
     Fields:
         proposed (`int`): proposals that the target verified; 0 for a plain step.
@@ -17,7 +17,8 @@ class RoundRecord(NamedTuple):
         committed (`int`): tokens added to the text, the target's own included; fewer than `accepted + 1` when the
             text ended inside the block.
         draft_seconds, verify_seconds, commit_seconds (`float`): embedding, features, drafter and head; target
-            forward; everything else.
+            forward; everything else. Texts that are decoded together have equal shares of the time.
+        row (`int`): of the batch.
     """
 
     proposed: int
@@ -26,29 +27,35 @@ class RoundRecord(NamedTuple):
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     commit_seconds: float = 0.0
+    row: int = 0
 
 
 @dataclass
 class GenerationStatistics:
     """
-    The numbers of one call.
+    The numbers of one call, or of several added up; without arguments, of none.
 
     Args:
-        prompt_tokens (`int`), prefill_seconds (`float`): the prompt's forward, which gives the first new token.
+        prompt_tokens (`int`), prefill_seconds (`float`): the prompts' forward, which gives the first new tokens.
+        rounds (`list[RoundRecord]`): one for each verification of a text after it. Rounds cut short by the end of the
+            text count like the others.
+        target_forwards (`int`): forwards of the target, the prompts' included; a text decoded alone needs
+            `new_tokens` in plain decoding.
+        texts (`int`): rows of the batch, in all calls.
         calls (`int`): calls whose numbers are added up here.
-        rounds (`list[RoundRecord]`): one for each target forward after it. Rounds cut short by the end of the text
-            count like the others.
     """
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     rounds: list[RoundRecord] = field(default_factory=list)
-    calls: int = 1
+    target_forwards: int = 0
+    texts: int = 0
+    calls: int = 0
 
     @property
     def new_tokens(self) -> int:
-        """Tokens generated, the first included."""
-        return self.calls + self.committed
+        """Tokens generated, the first of each text included."""
+        return self.texts + self.committed
 
     @property
     def committed(self) -> int:
@@ -56,13 +63,8 @@ class GenerationStatistics:
         return sum(r.committed for r in self.rounds)
 
     @property
-    def target_forwards(self) -> int:
-        """Forwards of the target, the prompt's included; plain decoding needs `new_tokens`."""
-        return self.calls + len(self.rounds)
-
-    @property
     def tau(self) -> float:
-        """τ: committed tokens per target verification, bonus included; 1.0 when there was no round."""
+        """τ: committed tokens per verification of a text, bonus included; 1.0 when there was no round."""
         return self.committed / len(self.rounds) if self.rounds else 1.0
 
     def survival(self, k: int) -> float:
@@ -91,6 +93,8 @@ class GenerationStatistics:
             self.prompt_tokens + other.prompt_tokens,
             self.prefill_seconds + other.prefill_seconds,
             self.rounds + other.rounds,
+            self.target_forwards + other.target_forwards,
+            self.texts + other.texts,
             self.calls + other.calls,
         )
 

@@ -1,9 +1,11 @@
 """What stands around the loop: logits processors per slot, stopping per token, streaming, and the returned object."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -51,9 +53,67 @@ class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
     statistics: GenerationStatistics | None = None
 
 
+@dataclass
+class Texts:
+    """
+    What the rows of a batch say so far.
+
+    Args:
+        ids (`torch.LongTensor` of shape `(B, n)`): every row from column 0 on, its left padding included; columns
+            after its end hold the padding token.
+        ends (`list[int]`): columns of each row.
+        rows (`list[int]`): the rows that are still being written; the tensors of a round have one entry for each.
+    """
+
+    ids: torch.Tensor
+    ends: list[int]
+    rows: list[int]
+
+    def with_block(self, block: torch.Tensor, pad_id: int = 0) -> torch.Tensor:
+        """`ids` with `block` `(rows, n)` after the end of each row that is being written: `(B, columns + n)`."""
+        if len(self.rows) == 1 == self.ids.shape[0]:
+            return torch.cat([self.ids[:, : self.ends[0]], block], dim=1)
+        ids = pad(self.ids, (0, block.shape[1]), value=pad_id)
+        columns = torch.arange(block.shape[1], device=ids.device) + self.column_of_ends()
+        rows = torch.tensor(self.rows, device=ids.device).unsqueeze(1)
+        return ids.index_put((rows, columns), block)
+
+    def followed_by(self, block: torch.Tensor) -> "Texts":
+        """These texts with `block` `(rows, n)` at the end of each."""
+        if not block.shape[1]:
+            return self
+        ends = list(self.ends)
+        for row in self.rows:
+            ends[row] += block.shape[1]
+        return Texts(self.with_block(block), ends, self.rows)
+
+    def extended(self, block: torch.Tensor, counts: list[int], pad_id: int) -> "Texts":
+        """These texts with the first `counts[i]` tokens of `block[i]` at the end of each row that is being written."""
+        ends = list(self.ends)
+        for row, number in zip(self.rows, counts, strict=True):
+            ends[row] += number
+        if min(counts) < max(counts) or len(self.rows) < len(ends):
+            kept = torch.tensor(counts, device=block.device).unsqueeze(1)
+            block = torch.where(torch.arange(block.shape[1], device=block.device) < kept, block, pad_id)
+        return Texts(self.with_block(block, pad_id)[:, : max(ends)], ends, self.rows)
+
+    def column_of_ends(self) -> torch.Tensor:
+        """The end of each row that is being written, `(rows, 1)`."""
+        return torch.tensor([self.ends[row] for row in self.rows], device=self.ids.device).unsqueeze(1)
+
+    def groups(self) -> Iterator[tuple[int, list[int]]]:
+        """`(end, entries)`: which of the rows that are being written end where."""
+        ends = [self.ends[row] for row in self.rows]
+        for end in sorted(set(ends)):
+            yield end, [i for i, other in enumerate(ends) if other == end]
+
+
 class Processing:
     """
     The caller's logits processors, applied at every slot with the text that the slot really follows.
+
+    A processor that looks at the text is shown the whole batch, as in plain decoding, once for each length that a row
+    has; what it says of rows of another length is not used.
 
     Args:
         processors (`LogitsProcessorList`): as `generate` prepared them.
@@ -66,30 +126,28 @@ class Processing:
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
-    def __call__(self, text: torch.Tensor, logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    def __call__(self, texts: Texts, logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """
         Scores of n slots.
 
         Args:
-            text (`torch.LongTensor` of shape `(B, T)`): tokens before the first slot.
-            logits (`torch.Tensor` of shape `(B, n, V)`, float32): raw.
-            block (`torch.LongTensor` of shape `(B, n - 1)`): tokens between the slots; slot i follows `block[:, :i]`.
+            texts (`Texts`): what the rows say before the first slot.
+            logits (`torch.Tensor` of shape `(rows, n, V)`, float32): raw.
+            block (`torch.LongTensor` of shape `(rows, n - 1)`): tokens between the slots; slot i follows
+                `block[:, :i]`.
 
         Returns:
-            `torch.Tensor` of shape `(B, n, V)`, float32. `logits` is left as it was.
+            `torch.Tensor` of shape `(rows, n, V)`, float32. `logits` is left as it was.
         """
         if not self:
             return logits
         if self.pointwise:
-            return self.processors(text, logits.flatten(0, 1).clone()).view_as(logits)
-        slots = [
-            self.processors(torch.cat([text, block[:, :i]], dim=1), logits[:, i].clone())
-            for i in range(logits.shape[1])
-        ]
-        return torch.stack(slots, dim=1)
+            return self.processors(texts.ids, logits.flatten(0, 1).clone()).view_as(logits)
+        ids = texts.with_block(block)
+        return torch.stack([self._at(texts, ids, i, logits[:, i]) for i in range(logits.shape[1])], dim=1)
 
     def walk(
-        self, text: torch.Tensor, logits: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
+        self, texts: Texts, logits: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Scores of n slots of which each follows what was picked in the one before.
@@ -98,23 +156,36 @@ class Processing:
             pick: from scores `(..., V)` to tokens `(...)`.
 
         Returns:
-            `(tokens, scores)` of shapes `(B, n)` and `(B, n, V)`.
+            `(tokens, scores)` of shapes `(rows, n)` and `(rows, n, V)`.
         """
         if not self or self.pointwise:
-            scores = self(text, logits, text[:, :0])
+            scores = self(texts, logits, texts.ids[:, :0])
             return pick(scores), scores
-        tokens, slots = text[:, :0], []
+        tokens, slots = texts.ids.new_empty(len(texts.rows), 0), []
         for i in range(logits.shape[1]):
-            slots.append(self.processors(torch.cat([text, tokens], dim=1), logits[:, i].clone()))
+            slots.append(self._at(texts, texts.with_block(tokens), i, logits[:, i]))
             tokens = torch.cat([tokens, pick(slots[-1]).unsqueeze(1)], dim=1)
         return tokens, torch.stack(slots, dim=1)
+
+    def _at(self, texts: Texts, ids: torch.Tensor, offset: int, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `(rows, V)` of the slot `offset` tokens after the end of each row, in `ids` `(B, columns)`."""
+        result = scores
+        for end, entries in texts.groups():
+            whole = scores.new_zeros(ids.shape[0], scores.shape[-1])
+            whole[texts.rows] = scores
+            found = self.processors(ids[:, : end + offset], whole)
+            if len(entries) == ids.shape[0]:
+                return found
+            result = result.clone() if result is scores else result
+            result[entries] = found[[texts.rows[i] for i in entries]]
+        return result
 
 
 class Stopping:
     """
     The caller's stopping criteria, asked after every single token, as plain decoding asks them.
 
-    Length and end tokens are decided on the numbers at hand; only other criteria are called.
+    Length and end tokens are decided on the numbers at hand; only other criteria are called, with the whole batch.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
@@ -127,54 +198,94 @@ class Stopping:
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
 
-    def first_stop(
-        self, text: torch.Tensor, new: list[int], scores: torch.Tensor, earlier: tuple | None
-    ) -> int | None:
+    def first_stops(
+        self, texts: Texts, block: torch.Tensor, new: list[list[int]], seen: Callable[[int], tuple | None]
+    ) -> list[int | None]:
         """
-        How many of the tokens `new` are used when the text stops among them, or `None` if it goes on.
+        How many of the tokens `new` of each row are used when the text stops among them, or `None` if it goes on.
 
         Args:
-            text (`torch.LongTensor` of shape `(1, T + n)`): the text with the `n` new tokens at its end.
-            scores (`torch.Tensor` of shape `(1, n, V)`): of the new tokens, for criteria that look at them.
-            earlier (`tuple`, *optional*): scores of the tokens before; `None` if the caller does not collect them,
-                and then criteria see none, as in plain decoding.
+            texts (`Texts`): before the new tokens.
+            block (`torch.LongTensor` of shape `(rows, n)`): the new tokens, those of `new` and what follows them.
+            seen: from a number of columns to the scores of all tokens before, for criteria that look at them.
         """
-        start = text.shape[1] - len(new)
+        starts = [texts.ends[row] for row in texts.rows]
+        stops = [self._by_number(start, tokens) for start, tokens in zip(starts, new, strict=True)]
+        if self.others:
+            ids = texts.with_block(block)
+            for end, entries in texts.groups():
+                for i in count(1):
+                    going = [entry for entry in entries if i <= (stops[entry] or len(new[entry]))]
+                    if not going:
+                        break
+                    ended = self.others(ids[:, : end + i], seen(end + i)).tolist()
+                    for entry in going:
+                        if ended[texts.rows[entry]]:
+                            stops[entry] = i
+        return stops
+
+    def _by_number(self, start: int, new: list[int]) -> int | None:
         for i, token in enumerate(new, start=1):
-            length = start + i
-            if token in self.eos_ids or (self.max_length is not None and length >= self.max_length):
+            if token in self.eos_ids or (self.max_length is not None and start + i >= self.max_length):
                 return i
-            if self.others:
-                seen = None if earlier is None else earlier + scores[:, :i].unbind(1)
-                if bool(self.others(text[:, :length], seen).all()):
-                    return i
         return None
 
 
 class Collector:
-    """The scores and logits that the caller asked for, one entry for each new token."""
+    """The scores and logits that the caller asked for: for each row, one entry for each new token."""
 
-    def __init__(self, config: GenerationConfig):
-        self.as_dict = config.return_dict_in_generate
-        self.scores: tuple | None = () if self.as_dict and config.output_scores else None
-        self.logits: tuple | None = () if self.as_dict and config.output_logits else None
+    def __init__(self, config: GenerationConfig, num_rows: int, prompt_columns: int):
+        self.num_rows, self.prompt_columns, as_dict = num_rows, prompt_columns, config.return_dict_in_generate
+        empty = [[] for _ in range(num_rows)]
+        self._scores = [list(row) for row in empty] if as_dict and config.output_scores else None
+        self._logits = [list(row) for row in empty] if as_dict and config.output_logits else None
 
-    def add(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Take the rows of `(B, n, V)` tensors, one for each new token; copies, so that no rejected row is kept."""
-        if self.scores is not None:
-            self.scores += scores.clone().unbind(1)
-        if self.logits is not None:
-            self.logits += logits.clone().unbind(1)
+    def add(self, rows: list[int], counts: list[int], scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take the first `counts` of each row, of `(rows, n, V)` tensors; copies, so that nothing else is kept."""
+        for kept, tensor in ((self._scores, scores), (self._logits, logits)):
+            if kept is not None:
+                for i, (row, number) in enumerate(zip(rows, counts, strict=True)):
+                    kept[row] += tensor[i, :number].clone().unbind(0)
 
-    def result(self, sequences: torch.Tensor, cache, statistics: GenerationStatistics):
-        """What `generate` returns: the tensor, or with `return_dict_in_generate` a [`DFlashGenerateOutput`]."""
-        if not self.as_dict:
-            return sequences
+    def cut(self, texts: Texts) -> None:
+        """Forget what is beyond the end of the texts."""
+        for kept in (self._scores, self._logits):
+            for row in texts.rows if kept is not None else ():
+                del kept[row][texts.ends[row] - self.prompt_columns :]
+
+    def scores_before(self, column: int) -> tuple | None:
+        """The scores of all new tokens before `column`; `None` if the caller does not collect them, as in plain
+        decoding."""
+        return None if self._scores is None else self.scores[: column - self.prompt_columns]
+
+    @property
+    def scores(self) -> tuple | None:
+        """A `(B, V)` tensor for each new token; zeros for a row that has ended."""
+        return self._by_token(self._scores)
+
+    @property
+    def logits(self) -> tuple | None:
+        """As `scores`."""
+        return self._by_token(self._logits)
+
+    @staticmethod
+    def _by_token(kept: list[list[torch.Tensor]] | None) -> tuple | None:
+        if kept is None:
+            return None
+        nothing = torch.zeros_like(kept[0][0])
+        length = max(map(len, kept))
+        return tuple(torch.stack([row[i] if i < len(row) else nothing for row in kept]) for i in range(length))
+
+    def result(self, sequences: torch.Tensor, cache, statistics: GenerationStatistics) -> DFlashGenerateOutput:
+        """What `generate` returns with `return_dict_in_generate`."""
+        lengths: list[list[int]] = [[] for _ in range(self.num_rows)]
+        for record in statistics.rounds:
+            lengths[record.row].append(record.committed)
         return DFlashGenerateOutput(
             sequences=sequences,
             scores=self.scores,
             logits=self.logits,
-            acceptance_lengths=[[record.committed for record in statistics.rounds]],
+            acceptance_lengths=lengths,
             statistics=statistics,
             **{compat.CACHE: cache},
         )

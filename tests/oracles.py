@@ -127,17 +127,25 @@ def at_rate(rate: float, seed: int = 0) -> Mistake:
 
 
 def script(
-    drafter: DFlashDraftModel, target: PreTrainedModel, text: torch.Tensor, wrong: Mistake = never, *, offset: int = 0
+    drafter: DFlashDraftModel,
+    target: PreTrainedModel,
+    text: torch.Tensor,
+    wrong: Mistake = never,
+    *,
+    offset: int | list[int] = 0,
+    rows: Callable[[], list[int]] | None = None,
 ) -> list[torch.Tensor]:
     """
-    Make `drafter` propose `text` `(1, n)` by putting its last hidden state where the head finds the wanted token.
+    Make `drafter` propose `text` `(B, n)` by putting its last hidden state where the head finds the wanted token.
 
     Everything before its last norm still runs, so its cache and its positions are real. `offset` is the number of
-    padding tokens before position 0. Returns the list in which the positions of every call are noted; calls without
-    positions are left alone.
+    padding tokens before position 0, of all rows or of each; `rows` says which rows of `text` a call is about (all).
+    In row b of several, the mistakes are those of the index plus 1000 b. Returns the list in which the positions of
+    every call are noted; calls without positions are left alone.
     """
     inverse = torch.linalg.pinv(target.get_output_embeddings().weight.detach().double())  # [H, V]
-    tokens, vocabulary = text[0].tolist(), inverse.shape[1]
+    texts, vocabulary = text.tolist(), inverse.shape[1]
+    offsets = [offset] * len(texts) if isinstance(offset, int) else offset
     given: list[bool] = []
     calls: list[torch.Tensor] = []
 
@@ -149,13 +157,15 @@ def script(
     def replace(module, args, hidden):
         if not given[-1]:
             return None
-        slots = calls[-1][0, -hidden.shape[1] :].tolist()
         wanted = []
-        for slot, position in enumerate(slots):
-            index = position + offset
-            token = tokens[index] if index < len(tokens) else 0
-            wanted.append((token + 1) % vocabulary if wrong(index, slot) else token)
-        return (100 * inverse[:, wanted].T).unsqueeze(0).to(hidden)
+        for row, slots in zip(
+            rows() if rows else range(len(texts)), calls[-1][:, -hidden.shape[1] :].tolist(), strict=True
+        ):
+            for slot, position in enumerate(slots):
+                index = position + offsets[row]
+                token = texts[row][index] if index < len(texts[row]) else 0
+                wanted.append((token + 1) % vocabulary if wrong(index + 1000 * row, slot) else token)
+        return (100 * inverse[:, wanted].T).view_as(hidden).to(hidden)
 
     drafter.register_forward_pre_hook(note, with_kwargs=True)
     drafter.norm.register_forward_hook(replace)
@@ -169,6 +179,28 @@ def predicted_forwards(prompt: int, new: int, block: int, wrong: Mistake = never
         width = min(block - 1, cap or block - 1, end - anchor - 2)
         right = itertools.takewhile(lambda slot: not wrong(anchor + slot, slot), range(1, width + 1))  # noqa: B023
         anchor += len(list(right)) + 1
+        forwards += 1
+    return forwards
+
+
+def predicted_batch_forwards(
+    prompt: int, ends: list[int], block: int, wrong: Mistake = never, *, longest: int | None = None
+) -> int:
+    """
+    Forwards of the target that rows need which start at column `prompt` and end at `ends`, when exactly the proposals
+    in `wrong` are wrong (of row b: at the index plus 1000 b) and a row that has ended is dropped.
+    """
+    forwards, anchors, longest = 1, dict.fromkeys(range(len(ends)), prompt), longest or max(ends)
+    anchors = {row: anchor for row, anchor in anchors.items() if anchor < ends[row] - 1}
+    while anchors:
+        width = min(block - 1, longest - min(anchors.values()) - 2)
+        for row, anchor in anchors.items():
+            right = itertools.takewhile(
+                lambda slot: not wrong(anchor + slot + 1000 * row, slot),  # noqa: B023
+                range(1, width + 1),
+            )
+            anchors[row] = anchor + len(list(right)) + 1
+        anchors = {row: anchor for row, anchor in anchors.items() if anchor < ends[row] - 1}
         forwards += 1
     return forwards
 

@@ -239,24 +239,25 @@ def assert_holds(cache, reference, length, window=None):
 def assert_caches_are_at_the_commit_point(decoding):
     """Both caches hold what a fresh pass over the committed tokens gives, and nothing of any block."""
     state, model, drafter = decoding.state, decoding.target.model, decoding.drafter
-    committed = state.text[:, : state.committed_pos]
+    length = state.target.length
+    committed = state.texts.ids[:, :length]
     fresh = DynamicCache()
     model(committed, **{compat.CACHE: fresh})
-    assert_holds(state.target_cache, fresh, state.committed_pos)
+    assert_holds(state.target.cache, fresh, length)
 
     features = naive_features(model, committed, drafter.config.target_layer_ids)
     pending = 0 if state.context is None else state.context.shape[1]
-    covered = state.committed_pos - pending
+    covered = length - pending
     if pending:
         torch.testing.assert_close(state.context, features[:, covered:], atol=1e-4, rtol=1e-4)
-        assert state.context_positions.tolist() == [list(range(covered, state.committed_pos))]
+        assert state.context_positions.tolist() == [list(range(covered, length))]
     if covered:
         fresh = DynamicCache()
         drafter(features.new_zeros(1, 1, drafter.config.hidden_size), features[:, :covered], cache=fresh)
-        assert_holds(state.draft_cache, fresh, covered)
+        assert_holds(state.draft.cache, fresh, covered)
     else:
-        assert state.draft_cache.get_seq_length() == 0
-    assert state.anchor_position.item() == state.committed_pos
+        assert state.draft.cache.get_seq_length() == 0
+    assert state.anchor_position.item() == length
 
 
 SLIDING_DRAFTER = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
@@ -274,7 +275,8 @@ def test_caches_after_every_round(spy, family, block, prompt):
 
     def after(decoding):
         state = decoding.state
-        assert state.committed_pos == state.text.shape[1] - 1
+        assert state.target.length == state.texts.ids.shape[1] - 1
+        assert state.anchor.item() == state.texts.ids[0, -1].item()
         assert_caches_are_at_the_commit_point(decoding)
 
     spy.after = after
@@ -329,7 +331,7 @@ def test_draft_window_bounds_the_draft_cache(spy):
     target = square_target()
     drafter = drafter_for(target, 4, layer_types=["sliding_attention"], sliding_window=16)
     sizes = []
-    spy.after = lambda decoding: sizes.append(decoding.state.draft_cache.layers[0].keys.shape[-2])
+    spy.after = lambda decoding: sizes.append(decoding.state.draft.cache.layers[0].keys.shape[-2])
     ids = prompt_of(200)
     assert speculate(target, drafter, ids, 20).tolist() == plain(target, ids, max_new_tokens=20).tolist()
     assert max(sizes) == 15
@@ -544,7 +546,6 @@ def unknown_cache():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
         ({"num_beams": 2}, "num_beams"),
         ({"use_cache": False}, "use_cache"),
         ({"cache_implementation": "static"}, "cache_implementation"),
@@ -569,13 +570,6 @@ def test_unsupported_option_is_refused_by_name_before_any_forward(attached, opti
         way = {"custom_generate": dflash_hf.custom_generate(drafter)}
     with counting(target) as calls, pytest.raises(ValueError, match=named):
         target.generate(prompt_of(5), max_new_tokens=5, **way, **options)
-    assert len(calls) == 0
-
-
-def test_batch_is_refused():
-    target = square_target()
-    with counting(target) as calls, pytest.raises(ValueError, match="batch of 2"):
-        speculate(target, drafter_for(target), prompt_of(5).repeat(2, 1), 5)
     assert len(calls) == 0
 
 

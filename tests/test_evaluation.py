@@ -25,6 +25,9 @@ def test_every_method_writes_the_same_greedy_text(comparison):
 
 def test_forwards_are_counted_from_outside(comparison):
     assert comparison.totals()["target_forwards"]["plain"] == 2 * 12
+    together = comparison.rounds()
+    assert together.target_forwards == comparison.totals()["target_forwards"]["dflash"]
+    assert (together.new_tokens, together.calls, together.texts) == (24, 2, 2)
     assert [run.forwards for run in comparison.runs["dflash"]] == [
         run.statistics.target_forwards for run in comparison.runs["dflash"]
     ]

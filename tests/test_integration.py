@@ -251,6 +251,19 @@ def test_pipeline_writes_the_same_text(ours, eos):
     assert drafter.last_statistics.target_forwards == 3
 
 
+def test_pipeline_with_a_batch_size_writes_the_same_texts(ours):
+    target, drafter = echo_pair(8)
+    dflash_hf.attach(target, drafter)
+    tokenizer = word_tokenizer(pad_token="abcdef", padding_side="left")
+    options = {"do_sample": False, "max_new_tokens": 12, "batch_size": 3}
+    texts = ["<5> <9>", "<4>", "<8> <11> <13> <2>", "<6> <3> <12>"]
+    expected = pipeline("text-generation", model=target, tokenizer=tokenizer)(texts, **options)
+    assert ours == []
+    writer = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    assert writer(texts, **options) == expected
+    assert len(ours) == 2, "three texts, then one"
+
+
 # ------------------------------------------------------------------------------------------------------ wrong pairs
 def attach_and_generate(target, drafter):
     """Both ways in check the pair before any forward; the error of the second."""

@@ -31,13 +31,16 @@ def context_sees(query: int, key: int, *, window: int | None) -> bool:
 
 
 def naive_drafting_mask(num_context, block_size, window, causal, padding):
-    """`padding[b][k]` is 0 for a committed token that is padding."""
+    """`padding[b][k]` is 0 for a committed token that is padding, which no distance counts."""
     rows = []
     for pad in padding:
+        place, anchor = [sum(pad[: k + 1]) - 1 for k in range(len(pad))], sum(pad[:num_context])
         rows.append(
             [
                 [
-                    sees(num_context, i, k, window=window, causal=causal, same_block=None if k < num_context else True)
+                    sees(
+                        anchor, i, place[k], window=window, causal=causal, same_block=None if k < num_context else True
+                    )
                     and (k >= num_context or bool(pad[k]))
                     for k in range(num_context + block_size)
                 ]
@@ -122,11 +125,13 @@ def test_drafting_mask_with_queries_of_the_context_is_the_rule(seed):
     assert mask.shape == (2, num_new + block_size, total)
     assert torch.equal(mask[:, num_new:], naive_drafting_mask(num_context, block_size, window, causal, padding))
     for row, pad in zip(mask.tolist(), padding, strict=True):
+        place = [sum(pad[: k + 1]) - 1 for k in range(total)]
         for i, query in enumerate(range(num_context - num_new, num_context)):
-            assert row[i] == [
-                context_sees(query, k, window=window) and k < num_context and (bool(pad[k]) or k == query)
-                for k in range(total)
-            ]
+            if pad[query]:  # what padding sees is of no consequence
+                assert row[i] == [
+                    context_sees(place[query], place[k], window=window) and k < num_context and bool(pad[k])
+                    for k in range(total)
+                ]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -217,6 +217,18 @@ def test_wrong_law_of_the_proposals_is_seen(pair, monkeypatch, mistake, verifier
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
+def test_rows_sampled_together_have_the_law_of_the_target(pair, verifier):
+    target, drafter = pair
+    torch.manual_seed(0)
+    method = dflash_hf.custom_generate(drafter, verifier=verifier)
+    texts = target.generate(
+        torch.ones(4, 1, dtype=torch.long), do_sample=True, top_k=0, max_new_tokens=2_000, custom_generate=method
+    )
+    assert chi_squared_p([(text, None) for text in texts], LAW) > SIGNIFICANCE
+    assert len({tuple(text.tolist()) for text in texts}) == 4
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
 def test_seed_fixes_the_text(pair, verifier):
     texts = [sample(pair, verifier, 50, seed=seed)[0][0].tolist() for seed in (5, 5, 6)]
     assert texts[0] == texts[1] != texts[2]

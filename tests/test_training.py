@@ -130,8 +130,9 @@ def drafts_of_the_loop(monkeypatch, drafter, target, prompt, new: int) -> tuple[
     full = plain(target, prompt, max_new_tokens=new, do_sample=False)
     drafts = {}
 
-    def propose(self, text, hidden):
-        start, anchor = text.shape[1], self.state.text.shape[1] - 1
+    def propose(self, texts, hidden):
+        text, anchor = texts.ids, self.state.texts.ids.shape[1] - 1
+        start = text.shape[1]
         proposals = full[:, start : start + hidden.shape[1]].clone()
         if torch.equal(text, full[:, :start]):
             drafts.setdefault(anchor, []).append(hidden)

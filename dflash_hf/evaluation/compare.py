@@ -143,7 +143,7 @@ class Comparison:
 
     def rounds(self) -> GenerationStatistics:
         """The DFlash rounds of all prompts."""
-        return sum((r.statistics for r in self.runs["dflash"]), GenerationStatistics(calls=0))
+        return sum((r.statistics for r in self.runs["dflash"]), GenerationStatistics())
 
     def totals(self, *, repetitive: bool = True) -> dict:
         """

@@ -57,7 +57,7 @@ def decode_all(
     """
     trained_size = drafter.config.block_size
     drafter.config.block_size = block_size or trained_size
-    numbers = GenerationStatistics(calls=0)
+    numbers = GenerationStatistics()
     try:
         for prompt in prompts:
             ids = prompt.to(target.model.device)
