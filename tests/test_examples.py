@@ -75,7 +75,7 @@ def test_the_ablations_train_every_arm_and_go_on_after_a_kill(tmp_path, monkeypa
     tokenizer.chat_template = TEMPLATE
     monkeypatch.setattr(reference, "load_target", lambda dtype: (target.to(getattr(torch, dtype)), tokenizer))
     data, prompts = tmp_path / "data.jsonl", tmp_path / "prompts.jsonl"
-    row = {"prompt_ids": [3, 4], "response_ids": list(range(5, 30))}
+    row = {"prompt_ids": [3, 4], "response_ids": [*range(5, reference.MASK_TOKEN_ID), *range(17, 30)]}
     data.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
     prompts.write_text(json.dumps({"prompt": "<5> <6>"}) + "\n")
     options = ["--data", data, "--prompts", prompts, "--output", tmp_path / "out", "--steps", "4"]
