@@ -169,15 +169,13 @@ class Processing:
 
     def _at(self, texts: Texts, ids: torch.Tensor, offset: int, scores: torch.Tensor) -> torch.Tensor:
         """Scores `(rows, V)` of the slot `offset` tokens after the end of each row, in `ids` `(B, columns)`."""
-        result = scores
+        result = torch.empty_like(scores)
         for end, entries in texts.groups():
+            if len(entries) == ids.shape[0]:  # all rows, a single one above all: nothing to take apart
+                return self.processors(ids[:, : end + offset], scores.clone())
             whole = scores.new_zeros(ids.shape[0], scores.shape[-1])
             whole[texts.rows] = scores
-            found = self.processors(ids[:, : end + offset], whole)
-            if len(entries) == ids.shape[0]:
-                return found
-            result = result.clone() if result is scores else result
-            result[entries] = found[[texts.rows[i] for i in entries]]
+            result[entries] = self.processors(ids[:, : end + offset], whole)[[texts.rows[i] for i in entries]]
         return result
 
 
