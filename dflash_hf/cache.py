@@ -25,18 +25,11 @@ def check_can_roll_back(cache: Cache | None) -> None:
             )
 
 
-def new_draft_cache(config: DFlashConfig) -> DynamicCache:
-    """An empty cache for the drafter's context; sliding layers keep `window - 1` tokens after each crop."""
-    cache = DynamicCache(config=config)
-    start_recording(cache)
-    return cache
-
-
 def start_recording(cache: Cache) -> None:
     """
     Let sliding layers hold on to tokens beyond their window until the next [`crop_to`].
 
-    For the target this starts after the prompt, since the prompt is never rolled back and would be stored whole.
+    This starts after the prompt, which is never rolled back and would be stored whole.
     """
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -60,10 +53,10 @@ def crop_to(cache: Cache, length: int) -> None:
     Forget everything after the first `length` tokens.
 
     Layer by layer, because a forward that failed half-way has added to some layers only; a layer that never saw a
-    token has nothing to forget.
+    token has nothing to forget, and one that slides without recording has forgotten already.
     """
     for layer in cache.layers:
-        if layer.is_initialized:
+        if layer.is_initialized and (getattr(layer, "record_past", False) or layer.get_seq_length() > length):
             layer.crop(min(0, length - layer.get_seq_length()))
 
 
@@ -73,16 +66,19 @@ class AlignedCache:
 
     A forward appends columns; of these [`keep`] keeps the first few of each row. The rest is cropped, and rows that
     keep fewer than others move to the right, so that distances within a row stay what they are: sliding windows and
-    positions need not know that the rows were accepted at different speeds.
+    positions need not know that the rows were accepted at different speeds. Columns that are padding in every row are
+    dropped.
 
     Args:
         cache (`Cache`): of the model.
+        num_rows (`int`): B.
         mask (`torch.LongTensor` of shape `(B, length)`, *optional*): 0 for padding; `None` while there is none.
     """
 
-    def __init__(self, cache: Cache, mask: torch.Tensor | None = None):
+    def __init__(self, cache: Cache, num_rows: int, mask: torch.Tensor | None = None):
         self.cache, self.mask = cache, mask
         self.length = length_of(cache)
+        self.row_lengths = [self.length] * num_rows  # padding that a row had from the start counts as its own
 
     def mask_with(self, batch: int, *parts: int | torch.Tensor) -> torch.Tensor | None:
         """
@@ -116,7 +112,9 @@ class AlignedCache:
             for layer in self._layers():
                 _move_right(layer, shift)
         self.mask, self.length = mask, self.length + most
+        self.row_lengths = [length + count for length, count in zip(self.row_lengths, kept, strict=True)]
         self.roll_back()
+        self._drop_padding()
 
     def roll_back(self) -> None:
         """Forget the columns that were appended since the last [`keep`]."""
@@ -128,12 +126,51 @@ class AlignedCache:
             layer.batch_select_indices(torch.tensor(rows, device=layer.device))
         if self.mask is not None:
             self.mask = self.mask[rows]
+        self.row_lengths = [self.row_lengths[row] for row in rows]
+        self._drop_padding()
+
+    def _drop_padding(self) -> None:
+        """Forget the first columns, as far as no row has anything there."""
+        surplus = self.length - max(self.row_lengths)
+        if surplus:
+            self.mask, self.length = self.mask[:, surplus:], self.length - surplus
+            for layer in self._layers():
+                _drop_first(layer, surplus)
 
     def _layers(self) -> list[DynamicLayer]:
         return [layer for layer in self.cache.layers if layer.is_initialized]
 
     def _device(self) -> torch.device:
         return self._layers()[0].device
+
+
+def leave_draft(cache: Cache, config: DFlashConfig, draft: AlignedCache) -> None:
+    """
+    Leave the drafter's cache with the target's, for a call that goes on from there.
+
+    It is an attribute of the target's cache, and so is copied, pickled and forgotten with it.
+    """
+    stop_recording(draft.cache)
+    cache.dflash_draft = config, draft
+
+
+def take_draft(cache: Cache, config: DFlashConfig, num_rows: int) -> AlignedCache:
+    """
+    The drafter's cache that was left with the target's, if it stands for the same tokens; else an empty one.
+
+    From an empty one the drafter sees only what is new, which costs acceptance and nothing else. Taken is what is of
+    the same geometry and rows, as long as the target's cache or, after the caller cropped that, longer.
+    """
+    known, draft = vars(cache).pop("dflash_draft", (None, None))
+    length = length_of(cache)
+    if known is not None and known.to_dict() == config.to_dict() and len(draft.row_lengths) == num_rows:
+        forgetful = [layer for layer in draft.cache.layers if layer.is_sliding]
+        if draft.length > length and all(draft.length < layer.sliding_window for layer in forgetful):
+            crop_to(draft.cache, length)
+            draft = AlignedCache(draft.cache, num_rows, None if draft.mask is None else draft.mask[:, :length])
+        if draft.length == length:
+            return draft
+    return AlignedCache(DynamicCache(config=config), num_rows)
 
 
 def _move_right(layer: DynamicLayer, shift: torch.Tensor) -> None:
@@ -147,11 +184,25 @@ def _move_right(layer: DynamicLayer, shift: torch.Tensor) -> None:
     layer.values = layer.values.flatten(0, 2).index_select(0, index).view_as(layer.values)
 
 
+def _drop_first(layer: DynamicLayer, number: int) -> None:
+    """Forget the first `number` columns."""
+    length = layer.get_seq_length() - number
+    if layer.is_sliding:
+        layer.cumulative_length = length
+    first = max(0, layer.keys.shape[2] - length)  # a sliding layer may have forgotten them already
+    layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
+
+
 def num_keys(cache: Cache | None, layer_idx: int, added: int) -> int:
     """Keys that layer `layer_idx` gives back when it gets `added` new ones: a sliding layer, those near enough."""
     if cache is None or layer_idx >= len(cache.layers):  # some caches make their layers at the first update
         return added
     return cache.layers[layer_idx].get_mask_sizes(added)[0]
+
+
+def windows_of(cache: Cache) -> list[int | None]:
+    """The sliding window of each layer, `None` of one that keeps all."""
+    return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
 
 
 def length_of(cache: Cache) -> int:

@@ -6,6 +6,7 @@ cache holds exactly the tokens before it; the drafter's cache and the pending co
 The rows of a batch are accepted at their own pace, and one that has ended is dropped.
 """
 
+import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,12 +16,12 @@ from transformers.generation import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from . import cache as caches
-from . import compat, options, verification
+from . import compat, memory, options, verification
 from .cache import AlignedCache
 from .configuration_dflash import EMBEDDING_TAP
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
 from .modeling_dflash import DFlashDraftModel
-from .outputs import Collector, Processing, Stopping, Texts
+from .outputs import Collector, Forward, Processing, Stopping, Texts
 from .proposal import ProposalHead
 from .target import Target, concatenate
 
@@ -39,6 +40,7 @@ class DecodeState:
         target, draft (`AlignedCache`): committed tokens before the anchor.
         anchor (`torch.LongTensor` of shape `(rows, 1)`): the last token of each row.
         anchor_position (`torch.LongTensor` of shape `(rows, 1)`): what `position_ids` says of it.
+        last_position (`torch.LongTensor` of shape `(rows, 1)`): of the last token that the target may have to see.
         context (`torch.Tensor` of shape `(rows, new, M * H)`): tapped hidden states that the drafter has not seen.
         context_positions (`torch.LongTensor` of shape `(rows, new)`): their positions.
         context_mask (`torch.LongTensor` of shape `(rows, new)`, *optional*): 0 for padding among them, which in the
@@ -51,10 +53,24 @@ class DecodeState:
     draft: AlignedCache
     anchor: torch.Tensor | None = None
     anchor_position: torch.Tensor | None = None
+    last_position: torch.Tensor | None = None
     context: torch.Tensor | None = None
     context_positions: torch.Tensor | None = None
     context_mask: torch.Tensor | None = None
     context_ends: list[int] = field(default_factory=list)
+
+    @property
+    def fresh(self) -> int | torch.Tensor:
+        """Columns of the context, or their mask where some are padding."""
+        return self.context.shape[1] if self.context_mask is None else self.context_mask
+
+    def absorbed(self) -> None:
+        """The context is in the drafter's cache now, and whatever came after it is not."""
+        self.draft.keep(self.context_ends, self.context_mask)
+        # New tensors, since a slice would keep what it is a slice of.
+        self.context = self.context.new_empty(len(self.context), 0, self.context.shape[-1])
+        self.context_positions = self.context_positions.new_empty(len(self.context), 0)
+        self.context_mask, self.context_ends = None, [0] * len(self.context)
 
     def roll_back(self) -> None:
         """Forget everything that is not committed."""
@@ -71,7 +87,7 @@ class DecodeState:
         self.target.select(entries)
         self.draft.select(entries)
         self.context_ends = [self.context_ends[i] for i in entries]
-        for name in ("anchor", "anchor_position", "context", "context_positions", "context_mask"):
+        for name in ("anchor", "anchor_position", "last_position", "context", "context_positions", "context_mask"):
             value = getattr(self, name)
             setattr(self, name, value if value is None else value[entries])
 
@@ -98,7 +114,11 @@ class Decoding:
         self.processing = Processing(processors)
         self.stopping = Stopping(criteria)
         self.num_rows, self.prompt_columns = state.texts.ids.shape
-        self.collector = Collector(config, self.num_rows, self.prompt_columns)
+        self.config = config
+        # Processors that remember are shown what plain decoding shows them: slot by slot, all rows at one pace. So are
+        # such criteria, which of one row see nothing else anyway.
+        asked_together = self.stopping.others if self.num_rows > 1 else ()
+        self.one_by_one = bool(self.processing.remembering or memory.remembering(asked_together))
         self.sampling = config.do_sample
         self.verifier = verifier
         self.drawing = self.sampling and options.VERIFIERS[verifier]
@@ -117,27 +137,57 @@ class Decoding:
         self.marks: list[tuple] = []  # one for each round: proposed, counts of each row, and four marks in time
 
     def prefill(self, taps: dict[int, torch.Tensor], model_kwargs: dict) -> None:
-        """Run the prompt; its last row gives the first anchor."""
-        state, model = self.state, self.target.model
-        positions, ids = model_kwargs.get("position_ids"), state.texts.ids
-        inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **model_kwargs)
-        if EMBEDDING_TAP in self.layer_ids and inputs.get("inputs_embeds") is not None:
-            taps[EMBEDDING_TAP] = inputs["inputs_embeds"]  # the embedding itself is not called then
-        outputs = model(**inputs, return_dict=True)
-        logits = outputs.logits[:, -1:].to(ids.device, torch.float32, copy=True)  # [B, 1, V]
-        caches.start_recording(state.target.cache)
-        state.target = AlignedCache(state.target.cache, model_kwargs.get("attention_mask"))
-        columns = self.prompt_tokens = state.target.length
+        """
+        Run the prompt, or what a given cache does not hold of it; its last row gives the first anchor.
+
+        What the drafter needs of it goes into the drafter's cache at once, and nothing else of it is kept.
+        """
+        state, model, ids = self.state, self.target.model, self.state.texts.ids
+        cache, mask, embeds = state.target.cache, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+        past, total = state.target.length, options.prompt_columns(ids, model_kwargs)
+        self.prompt_tokens = total
+        positions = model_kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(columns, device=ids.device).expand(self.num_rows, -1)
+            positions = torch.arange(total, device=ids.device)
+        positions = positions.expand(self.num_rows, -1)
         state.anchor_position = positions[:, -1:] + 1
-        state.context, state.context_positions = concatenate(taps, self.layer_ids), positions
-        state.context_mask, state.context_ends = state.target.mask, [columns] * self.num_rows
+        state.last_position = state.anchor_position + (self.max_length - self.prompt_columns - 2)
+        self.collector = Collector(self.config, self.num_rows, self.prompt_columns, total - self.prompt_columns)
+        self.prefix = copy.deepcopy(cache) if past and self.num_rows > 1 else None
+        source = (ids if embeds is None else embeds)[:, past - total :]
+        chunk = self.config.prefill_chunk_size or max(1, total - past)
+        for start in range(past, max(total, 1), chunk):
+            end = min(start + chunk, total)
+            part, seen = source[:, start - past : end - past], None if mask is None else mask[:, start:end]
+            kwargs = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :end]}
+            if embeds is not None:
+                kwargs["inputs_embeds"] = part
+            if "position_ids" in kwargs:
+                kwargs["position_ids"] = positions[:, start:end]
+            inputs = model.prepare_inputs_for_generation(
+                part if embeds is None else ids, is_first_iteration=True, **kwargs
+            )
+            outputs = model(**inputs, return_dict=True)
+            if EMBEDDING_TAP in self.layer_ids and embeds is not None:
+                taps[EMBEDDING_TAP] = part  # the embedding itself is not called then
+            state.context, state.context_positions = concatenate(taps, self.layer_ids), positions[:, start:end]
+            state.context_mask, state.context_ends = seen, [end - start] * self.num_rows
+            self.absorb()
+        logits = outputs.logits[:, -1:].to(ids.device, torch.float32, copy=True)  # [B, 1, V]
+        caches.start_recording(cache)
+        caches.start_recording(state.draft.cache)
+        state.target = AlignedCache(cache, self.num_rows, mask)
         scores = self.processing(state.texts, logits, ids[:, :0])
         first = self._choose(scores)
-        self._extend(first, [[token] for token in first[:, 0].tolist()], scores, logits)
+        forward = Forward(logits, outputs.hidden_states, outputs.attentions)
+        self._extend(first, [[token] for token in first[:, 0].tolist()], scores, forward)
         self._go_on()
         self.prefilled = self.watch.mark()
+
+    def absorb(self) -> None:
+        """Take the context into the drafter's cache, without drafting."""
+        self._denoise(self.state.texts.ids.new_empty(len(self.state.context), 0), self.state.fresh)
+        self.state.absorbed()
 
     def round(self, taps: dict[int, torch.Tensor]) -> None:
         """Draft, verify, commit. If it fails half-way, the caches are as before it."""
@@ -146,20 +196,15 @@ class Decoding:
         width = min(self.max_proposals, self.max_length - min(state.texts.ends[row] for row in rows) - 1)
         start = self.watch.mark()
         try:
-            proposals, q = self.draft(width)
+            with self.processing.trial():
+                proposals, q = self.draft(width)
             drafted = self.watch.mark()
-            logits = self.verify(proposals)
-            verified = self.watch.mark()
-            scores = self.processing(state.texts, logits, proposals)
-            verdict = self._judge(scores, q, proposals)
-            block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
-            block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-            # The one point of a round where the device has to be waited for.
-            numbers = torch.cat([verdict.accepted.unsqueeze(1), block], dim=1).tolist()
-            accepted = [count for count, *_ in numbers]
-            new = [tokens[: count + 1] for count, *tokens in numbers]
+            taps.clear()  # of what a processor made the target do
+            forward = self.verify(proposals)
             context = concatenate(taps, self.layer_ids)
-            committed = self._extend(block, new, scores, logits)
+            verified = self.watch.mark()
+            accept = self._accept_one_by_one if self.one_by_one else self._accept
+            accepted, committed = accept(forward, q, proposals)
         except BaseException:
             state.roll_back()
             raise
@@ -179,18 +224,14 @@ class Decoding:
         if width == 0:
             none = state.anchor[:, :0]
             return none, torch.zeros(*none.shape, self.target.num_logits, device=none.device)
-        fresh = state.context.shape[1] if state.context_mask is None else state.context_mask
         if self.drafter.config.drafting == "autoregressive":
-            proposals, q = self._draft_one_by_one(width, fresh)
+            proposals, q = self._draft_one_by_one(width, state.fresh)
         else:
             block = state.anchor.new_full((len(state.anchor), self.drafter.config.block_size), self.mask_token_id)
             block[:, :1] = state.anchor
-            hidden = self._denoise(block, fresh)[:, -self.drafter.config.num_proposals :]
+            hidden = self._denoise(block, state.fresh)[:, -self.drafter.config.num_proposals :]
             proposals, q = self._propose(state.texts, hidden[:, :width])
-        state.draft.keep(state.context_ends, state.context_mask)
-        # New tensors, since a slice would keep the features of the whole prompt.
-        state.context = state.context.new_empty(len(proposals), 0, state.context.shape[-1])
-        state.context_positions = state.context_positions.new_empty(len(proposals), 0)
+        state.absorbed()
         return proposals, q
 
     def _draft_one_by_one(self, width: int, fresh: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -226,7 +267,7 @@ class Decoding:
         """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
         device = texts.ids.device
         logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
-        if not self.drawing and not self.processing:
+        if not self.drawing and not self.processing.drafts:
             return self.head.greedy(logits).to(device), None
         logits = self.head.over_vocabulary(logits, self.target.num_logits).to(device)
         if not self.drawing:
@@ -234,17 +275,23 @@ class Decoding:
         proposals, scores = self.processing.walk(texts, logits, lambda s: verification.draw(s.softmax(-1)))
         return proposals, scores.softmax(-1)
 
-    def verify(self, proposals: torch.Tensor) -> torch.Tensor:
-        """Logits of the target at the anchor and at each proposal, `(rows, width + 1, V)` float32."""
+    def verify(self, proposals: torch.Tensor) -> Forward:
+        """Run the target on the anchor and `proposals` `(rows, width)`: `width + 1` slots."""
         state = self.state
         ids = torch.cat([state.anchor, proposals], dim=1)
         inputs = {"input_ids": ids, compat.CACHE: state.target.cache, "use_cache": True, "return_dict": True}
+        inputs |= self.collector.asked
         if self.target.takes_positions:
-            inputs["position_ids"] = state.anchor_position + torch.arange(ids.shape[1], device=ids.device)
+            # A row that is nearer to the end than others must not ask for positions that the target may not have.
+            positions = state.anchor_position + torch.arange(ids.shape[1], device=ids.device)
+            inputs["position_ids"] = positions.minimum(state.last_position)
         mask = state.target.mask_with(*ids.shape)
         if mask is not None:
             inputs["attention_mask"] = mask
-        return self.target.model(**inputs).logits.to(ids.device, torch.float32)
+        outputs = self.target.model(**inputs)
+        windows = caches.windows_of(state.target.cache)
+        logits = outputs.logits.to(ids.device, torch.float32)
+        return Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"), windows)
 
     def commit(self, context: torch.Tensor, committed: list[int]) -> None:
         """
@@ -262,30 +309,46 @@ class Decoding:
         if state.context.shape[1] == 0:
             state.context, state.context_positions = context, positions
             state.context_mask, state.context_ends = mask, committed
-        else:  # nothing was drafted, since every text ends with its next token
+        elif self.num_rows == 1:  # nothing was drafted, since the text has ended; its last context may still be left
             state.context = torch.cat([state.context, context], dim=1)
             state.context_positions = torch.cat([state.context_positions, positions], dim=1)
+            state.context_ends = [state.context.shape[1]]
         state.anchor_position = state.anchor_position + counts
         state.target.keep(committed)
 
-    def cache_of_all_rows(self, model_kwargs: dict):
+    def leave_cache(self, model_kwargs: dict) -> None:
         """
-        The cache that plain decoding leaves: every row from column 0 on, what follows its end included. The loop's own
-        holds its rows elsewhere once they were accepted at different speeds, so it is computed anew.
+        Leave the target's cache as plain decoding does, for the caller to go on with.
+
+        Of one row it is so already, and the drafter's goes with it. Of several, the loop's own holds its rows
+        elsewhere once they were accepted at different speeds, so every row is computed anew, what follows its end
+        included.
         """
+        state = self.state
         if self.num_rows == 1:
-            return self.state.target.cache
-        ids, mask = self.state.texts.ids[:, :-1], model_kwargs.get("attention_mask")
-        more = ids.shape[1] - self.prompt_columns
-        inputs = {"input_ids": ids, compat.CACHE: DynamicCache(config=self.target.model.config), "use_cache": True}
+            if state.context.shape[1]:
+                self.absorb()
+            caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
+            return
+        cache = self.prefix or DynamicCache(config=self.target.model.config)
+        ids, mask = state.texts.ids[:, :-1], model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        past, new = caches.length_of(cache), ids.shape[1] - self.prompt_columns
+        inputs = {compat.CACHE: cache, "use_cache": True}
+        if embeds is None:
+            inputs["input_ids"] = ids[:, past - self.prompt_tokens - new :]
+        else:
+            inputs["inputs_embeds"] = torch.cat(
+                [embeds[:, past - self.prompt_tokens :], self.target.embed(ids[:, self.prompt_columns :])], dim=1
+            )
         if mask is not None:
-            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(self.num_rows, more)], dim=1)
+            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(self.num_rows, new)], dim=1)
         positions = model_kwargs.get("position_ids")
         if positions is not None and self.target.takes_positions:
-            steps = torch.arange(1, more + 1, device=ids.device)
-            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + steps], dim=1)
+            steps = torch.arange(1, new + 1, device=ids.device)
+            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + steps], dim=1)[:, past:]
         self.target.model(**inputs)
-        return inputs[compat.CACHE]
+        state.target.cache.layers = cache.layers
 
     def statistics(self) -> GenerationStatistics:
         """The numbers of the call, once it is over."""
@@ -302,17 +365,57 @@ class Decoding:
             calls=1,
         )
 
+    def _accept(
+        self, forward: Forward, q: torch.Tensor | None, proposals: torch.Tensor
+    ) -> tuple[list[int], list[int]]:
+        """
+        Extend every text by the longest prefix of `proposals` `(rows, width)` that the target keeps and its own token.
+
+        Returns:
+            `(accepted, committed)`: for each row, how many proposals are valid, and how many tokens it got.
+        """
+        scores = self.processing(self.state.texts, forward.logits, proposals)
+        block, accepted, tokens = self._judge(scores, q, proposals)
+        new = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]
+        return accepted, self._extend(block, new, scores, forward)
+
+    def _accept_one_by_one(
+        self, forward: Forward, q: torch.Tensor | None, proposals: torch.Tensor
+    ) -> tuple[list[int], list[int]]:
+        """
+        As `_accept`, slot by slot, until a row does not accept or has reached its end: every text grows by as many.
+
+        A prefix of what a row would accept has the target's law too, because where the others stop does not depend on
+        what comes later in this one.
+        """
+        rows, ended = len(proposals), self.stopped.count(None)
+        accepted, committed = [0] * rows, 0
+        for slot in range(proposals.shape[1] + 1):
+            proposal = proposals[:, slot : slot + 1]  # none in the last slot
+            law = None if q is None else q[:, slot : slot + 1]
+            scores = self.processing(self.state.texts, forward.logits[:, slot : slot + 1], proposal[:, :0])
+            block, valid, tokens = self._judge(scores.expand(-1, 1 + proposal.shape[1], -1), law, proposal)
+            self._extend(block[:, :1], [row[:1] for row in tokens], scores, forward, slot)
+            accepted, committed = [a + b for a, b in zip(accepted, valid, strict=True)], committed + 1
+            if not all(valid) or self.stopped.count(None) < ended:
+                break
+        return accepted, [committed] * rows
+
     def _extend(
-        self, block: torch.Tensor, new: list[list[int]], scores: torch.Tensor, logits: torch.Tensor
+        self, block: torch.Tensor, new: list[list[int]], scores: torch.Tensor, forward: Forward, slot: int = 0
     ) -> list[int]:
         """
         Append the tokens `new` of each row, the first of `block` `(rows, n)`, up to the one that stops its text.
+
+        Args:
+            scores (`torch.Tensor` of shape `(rows, n, V)`): of those tokens.
+            slot (`int`, *optional*, defaults to 0): of `forward`, that the first of them comes from.
 
         Returns:
             `list[int]`: how many they were.
         """
         state, texts = self.state, self.state.texts
-        self.collector.add(texts.rows, [len(tokens) for tokens in new], scores, logits)
+        self.collector.add(texts, [len(tokens) for tokens in new], scores, forward, slot)
         stops = self.stopping.first_stops(texts, block, new, self.collector.scores_before)
         counts = []
         for row, tokens, stop in zip(texts.rows, new, stops, strict=True):
@@ -355,11 +458,27 @@ class Decoding:
         """The target's own tokens: argmax or a draw."""
         return verification.draw(scores.softmax(-1)) if self.sampling else scores.argmax(-1)
 
-    def _judge(self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor) -> verification.Verdict:
+    def _judge(
+        self, scores: torch.Tensor, q: torch.Tensor | None, proposals: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int], list[list[int]]]:
+        """
+        Which of `proposals` `(rows, n)` the target keeps, by its `scores` `(rows, n + 1, V)`.
+
+        Returns:
+            `(block, accepted, tokens)`: ids `(rows, n + 1)` that begin with what is kept and the target's own token,
+            how many proposals of each row are kept, and `block` as lists.
+        """
         if self.drawing:
-            accept = verification.block if self.verifier == "block" else verification.rejection
-            return accept(scores.softmax(-1), q, proposals)
-        return verification.match(self._choose(scores), proposals)
+            jointly = self.verifier == "block" and not self.one_by_one  # which needs the scores of all slots
+            accept = verification.block if jointly else verification.rejection
+            verdict = accept(scores.softmax(-1), q, proposals)
+        else:
+            verdict = verification.match(self._choose(scores), proposals)
+        block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
+        block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
+        # The one point of a round where the device has to be waited for.
+        numbers = torch.cat([verdict.accepted.unsqueeze(1), block], dim=1).tolist()
+        return block, [accepted for accepted, *_ in numbers], [tokens for _, *tokens in numbers]
 
 
 @torch.no_grad()
@@ -392,13 +511,13 @@ def decode(
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     target_cache = model_kwargs.get(compat.CACHE)
-    options.check(logits_processor, generation_config, verifier, num_assistant_tokens)
-    options.check_inputs(model_kwargs)
+    options.check(generation_config, verifier, num_assistant_tokens)
+    options.check_inputs(input_ids, model_kwargs)
     num_rows, columns = input_ids.shape
     state = DecodeState(
         texts=Texts(input_ids, [columns] * num_rows, list(range(num_rows))),
-        target=AlignedCache(target_cache),
-        draft=AlignedCache(caches.new_draft_cache(drafter.config)),
+        target=AlignedCache(target_cache, num_rows),
+        draft=caches.take_draft(target_cache, drafter.config, num_rows),
     )
     decoding = Decoding(
         target,
@@ -423,6 +542,7 @@ def decode(
     if streamer is not None:
         streamer.end()
     drafter.last_statistics = statistics = decoding.statistics()
-    if not generation_config.return_dict_in_generate:
-        return state.texts.ids
-    return decoding.collector.result(state.texts.ids, decoding.cache_of_all_rows(model_kwargs), statistics)
+    as_dict = generation_config.return_dict_in_generate
+    if as_dict or getattr(target_cache, "_is_user_defined", False):  # so transformers marks a cache of the caller's
+        decoding.leave_cache(model_kwargs)
+    return decoding.collector.result(state.texts.ids, target_cache, statistics) if as_dict else state.texts.ids

@@ -81,7 +81,7 @@ def drafting_mask(
     device: torch.device | None = None,
 ) -> torch.Tensor | None:
     """
-    Mask of one block that follows `num_context` committed tokens.
+    Mask of one block that follows `num_context` committed tokens; without slots, of the committed tokens alone.
 
     Args:
         padding (`torch.Tensor` of shape `(B, num_context + block_size)`, *optional*):
@@ -95,6 +95,8 @@ def drafting_mask(
         `torch.Tensor` of shape `(B or 1, context_queries + block_size, num_keys)`, bool, or `None` when nothing is
         hidden, so that every backend may take its fastest path.
     """
+    if context_queries + block_size == 0:
+        return None
     total = num_context + block_size
     num_keys = total if num_keys is None else num_keys
     unordered = context_queries == 0 and (not causal or block_size == 1)
@@ -107,7 +109,7 @@ def drafting_mask(
     key = Standing(
         place=place,
         block=torch.where(committed, -1 - column, 0),
-        anchor=torch.where(committed, place, place[:, num_context : num_context + 1]),
+        anchor=torch.where(committed, place, place[:, min(num_context, total - 1) :][:, :1]),
         document=torch.zeros_like(place),
         valid=torch.ones_like(committed) if padding is None else padding.bool(),
     )

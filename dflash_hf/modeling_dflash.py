@@ -90,12 +90,13 @@ class DFlashAttention(nn.Module):
         batch, num_slots = hidden_states.shape[:2]
         heads = (-1, self.head_dim)
         source = torch.cat([features, hidden_states], dim=1)  # [B, new + slots, H]
-        query = self.q_norm(self.q_proj(hidden_states).unflatten(-1, heads)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(source).unflatten(-1, heads)).transpose(1, 2)
+        key = _rotate(self.k_norm(self.k_proj(source).unflatten(-1, heads)).transpose(1, 2), *rotary)
         value = self.v_proj(source).unflatten(-1, heads).transpose(1, 2)  # [B, kv heads, new + slots, head_dim]
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        if num_slots == 0:  # the context was only to be remembered
+            return hidden_states
+        query = _rotate(self.q_norm(self.q_proj(hidden_states).unflatten(-1, heads)).transpose(1, 2), *rotary)
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
@@ -196,7 +197,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         Args:
             noise_embeds (`torch.Tensor` of shape `(B, slots, H)`):
                 Target embeddings of the anchor and the masks (with autoregressive drafting, of the tokens drafted so
-                far); when training, of N blocks one after the other.
+                far); when training, of N blocks one after the other. No slots: the cache takes the context in.
             context_hidden_states (`torch.Tensor` of shape `(B, new, M * H)`):
                 Tapped hidden states of the committed tokens that the cache does not hold yet.
             position_ids (`torch.LongTensor` of shape `(B, new + slots)`, *optional*):
@@ -237,7 +238,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for layer in self.layers:
             mask = masks[layer.self_attn.window, layer.self_attn.causal]
             hidden_states = layer(hidden_states, features, rotary, mask, cache)
-        hidden_states = self.norm(hidden_states[:, -num_slots:])
+        hidden_states = self.norm(hidden_states[:, hidden_states.shape[1] - num_slots :])
         return BaseModelOutputWithPast(**{"last_hidden_state": hidden_states, compat.CACHE: cache})
 
     def _drafting_masks(

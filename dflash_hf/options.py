@@ -1,10 +1,7 @@
 """What the loop does not honour, refused by name before any forward."""
 
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.logits_process import (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+import torch
+from transformers import GenerationConfig
 
 from . import cache as caches
 from . import compat
@@ -13,19 +10,20 @@ from . import compat
 # How sampled proposals are verified, and whether they are drawn from the drafter's law rather than its likeliest.
 VERIFIERS = {"block": True, "rejection": True, "match": False}
 
-# These keep a memory of what they were shown, and would be shown proposals that are then rejected.
-_REMEMBERING = {
-    SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+# What `generate` prepares for a text. Anything else of the caller's would be lost after the prompt.
+_CARRIED = {
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    compat.CACHE,
 }
 
-# What `generate` prepares for a text. Anything else of the caller's would be lost after the prompt.
-_CARRIED = {"attention_mask", "position_ids", "inputs_embeds", "use_cache", "logits_to_keep", compat.CACHE}
 
-
-def check(
-    processors: LogitsProcessorList, config: GenerationConfig, verifier: str, num_assistant_tokens: int | None
-) -> None:
+def check(config: GenerationConfig, verifier: str, num_assistant_tokens: int | None) -> None:
     """Refuse by name the options that this loop does not honour."""
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
@@ -34,15 +32,14 @@ def check(
             raise ValueError(f"num_assistant_tokens={cap}: at least 1; for none, leave the drafter out.")
     if config.num_beams > 1:
         raise ValueError(f"num_beams={config.num_beams}: DFlash decodes without beams; leave the drafter out.")
-    for option in ("output_attentions", "output_hidden_states", "prefill_chunk_size", "prompt_lookup_num_tokens"):
-        if getattr(config, option):
-            raise ValueError(f"{option}={getattr(config, option)}: not supported with a DFlash drafter; leave it out.")
-    for processor in processors:
-        if type(processor) in _REMEMBERING:
-            raise ValueError(f"{_REMEMBERING[type(processor)]}: not supported with a DFlash drafter; leave it out.")
+    if config.prompt_lookup_num_tokens:
+        raise ValueError(
+            f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}: that is another way to draft than a DFlash "
+            "drafter; leave one of them out."
+        )
 
 
-def check_inputs(model_kwargs: dict) -> None:
+def check_inputs(input_ids: torch.Tensor, model_kwargs: dict) -> None:
     """Refuse by name the inputs that this loop cannot carry from round to round."""
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
     if unknown:
@@ -56,8 +53,22 @@ def check_inputs(model_kwargs: dict) -> None:
         )
     cache = model_kwargs.get(compat.CACHE)
     caches.check_can_roll_back(cache)
-    if caches.length_of(cache) > 0:
+    past, total = caches.length_of(cache), prompt_columns(input_ids, model_kwargs)
+    if past and past >= total:
         raise ValueError(
-            f"{compat.CACHE}: it already holds {caches.length_of(cache)} tokens, whose hidden states the drafter has "
-            "not seen. Pass the whole text without a cache."
+            f"{compat.CACHE}: it holds {past} tokens, and the text has {total} with them, so that nothing is new. "
+            "Pass the whole text, or its new tokens and an attention_mask for all, and at least one new token."
         )
+
+
+def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict) -> int:
+    """
+    Columns of the prompt, those included that a given cache holds already.
+
+    `generate` takes the whole text or what is new of it; mask and positions are of the whole text in both cases.
+    """
+    for name in ("attention_mask", "position_ids"):
+        if model_kwargs.get(name) is not None:
+            return model_kwargs[name].shape[1]
+    embeds = model_kwargs.get("inputs_embeds")
+    return (input_ids if embeds is None else embeds).shape[1]

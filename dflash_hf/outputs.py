@@ -1,8 +1,9 @@
 """What stands around the loop: logits processors per slot, stopping per token, streaming, and the returned object."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice, zip_longest
 
 import torch
 from torch.nn.functional import pad
@@ -22,7 +23,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput
 
-from . import compat
+from . import compat, memory
 from .metrics import GenerationStatistics
 
 
@@ -117,14 +118,24 @@ class Processing:
 
     Args:
         processors (`LogitsProcessorList`): as `generate` prepared them.
+
+    Attributes:
+        remembering (`list`): those that may remember what they are shown.
+        drafts (`bool`): whether there are any that can be applied to drafts.
     """
 
     def __init__(self, processors: LogitsProcessorList):
         self.processors = processors
         self.pointwise = all(type(processor) in _POINTWISE for processor in processors)
+        self.remembering = memory.remembering(processors)
+        self.drafts = len(processors) > 0 and all(map(memory.can_go_back, self.remembering))
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
+
+    def trial(self) -> AbstractContextManager:
+        """What processors are shown in this context, they forget afterwards."""
+        return memory.on_trial(self.remembering if self.drafts else ())
 
     def __call__(self, texts: Texts, logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """
@@ -150,7 +161,8 @@ class Processing:
         self, texts: Texts, logits: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Scores of n slots of which each follows what was picked in the one before.
+        Scores of n slots of a draft, of which each follows what was picked in the one before. Where `drafts` is false,
+        they are as they come.
 
         Args:
             pick: from scores `(..., V)` to tokens `(...)`.
@@ -158,8 +170,8 @@ class Processing:
         Returns:
             `(tokens, scores)` of shapes `(rows, n)` and `(rows, n, V)`.
         """
-        if not self or self.pointwise:
-            scores = self(texts, logits, texts.ids[:, :0])
+        if not self.drafts or self.pointwise:
+            scores = self(texts, logits, texts.ids[:, :0]) if self.drafts else logits
             return pick(scores), scores
         tokens, slots = texts.ids.new_empty(len(texts.rows), 0), []
         for i in range(logits.shape[1]):
@@ -229,50 +241,94 @@ class Stopping:
         return None
 
 
+@dataclass
+class Forward:
+    """
+    What a forward of the target gave.
+
+    Args:
+        logits (`torch.Tensor` of shape `(rows, n, V)`, float32): of n slots.
+        hidden_states (`tuple` of tensors of shape `(rows, n, H)`, *optional*): of each layer, if they are wanted.
+        attentions (`tuple` of tensors of shape `(rows, heads, n, keys)`, *optional*): likewise.
+        windows (`list[int | None]`, *optional*): of each layer; `None` for the prompt's forward, all of whose states
+            belong to its one slot.
+    """
+
+    logits: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+    windows: list[int | None] | None = None
+
+    def states(self, name: str, entry: int, slot: int, num_columns: int) -> tuple[torch.Tensor, ...]:
+        """
+        `hidden_states` or `attentions` of one slot of one row, as a forward of plain decoding gives them: there, the
+        slot is the last of `num_columns` columns.
+        """
+        tensors = getattr(self, name)
+        if self.windows is None:
+            return tuple(tensor[entry].clone() for tensor in tensors)
+        if name == "hidden_states":
+            return tuple(tensor[entry, slot : slot + 1].clone() for tensor in tensors)
+        stop = tensors[0].shape[2] - slot - 1  # columns of later slots
+        keys = [num_columns if window is None else min(num_columns, window) for window in self.windows]
+        return tuple(
+            tensor[entry, :, slot : slot + 1, tensor.shape[3] - stop - n : tensor.shape[3] - stop].clone()
+            for tensor, n in zip(tensors, keys, strict=True)
+        )
+
+
 class Collector:
-    """The scores and logits that the caller asked for: for each row, one entry for each new token."""
+    """
+    What the caller asked for beside the text: for each row, one entry for each new token.
 
-    def __init__(self, config: GenerationConfig, num_rows: int, prompt_columns: int):
-        self.num_rows, self.prompt_columns, as_dict = num_rows, prompt_columns, config.return_dict_in_generate
-        empty = [[] for _ in range(num_rows)]
-        self._scores = [list(row) for row in empty] if as_dict and config.output_scores else None
-        self._logits = [list(row) for row in empty] if as_dict and config.output_logits else None
+    Args:
+        config (`GenerationConfig`): says what is wanted.
+        num_rows (`int`), prompt_columns (`int`): of the texts.
+        num_hidden (`int`): columns before those of the texts: of a cache or of embeddings that came without ids.
+    """
 
-    def add(self, rows: list[int], counts: list[int], scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Take the first `counts` of each row, of `(rows, n, V)` tensors; copies, so that nothing else is kept."""
-        for kept, tensor in ((self._scores, scores), (self._logits, logits)):
-            if kept is not None:
-                for i, (row, number) in enumerate(zip(rows, counts, strict=True)):
-                    kept[row] += tensor[i, :number].clone().unbind(0)
+    def __init__(self, config: GenerationConfig, num_rows: int, prompt_columns: int, num_hidden: int):
+        self.num_rows, self.prompt_columns, self.num_hidden = num_rows, prompt_columns, num_hidden
+        wanted = [name for name in ("scores", "logits", "hidden_states", "attentions") if _wanted(config, name)]
+        self._kept: dict[str, list[list]] = {name: [[] for _ in range(num_rows)] for name in wanted}
+        # What the target has to be asked for.
+        self.asked = {f"output_{name}": True for name in wanted if name in ("hidden_states", "attentions")}
+
+    def add(self, texts: Texts, counts: list[int], scores: torch.Tensor, forward: Forward, slot: int) -> None:
+        """
+        Take the first `counts` of each row, from `slot` on; copies, so that nothing else is kept.
+
+        Args:
+            texts (`Texts`): before these tokens.
+            scores (`torch.Tensor` of shape `(rows, n, V)`): from `slot` on.
+        """
+        for name, kept in self._kept.items():
+            for i, (row, number) in enumerate(zip(texts.rows, counts, strict=True)):
+                if name == "scores":
+                    kept[row] += scores[i, :number].clone().unbind(0)
+                elif name == "logits":
+                    kept[row] += forward.logits[i, slot : slot + number].clone().unbind(0)
+                else:
+                    columns = self.num_hidden + texts.ends[row]
+                    kept[row] += [forward.states(name, i, slot + n, columns + n) for n in range(number)]
 
     def cut(self, texts: Texts) -> None:
         """Forget what is beyond the end of the texts."""
-        for kept in (self._scores, self._logits):
-            for row in texts.rows if kept is not None else ():
+        for kept in self._kept.values():
+            for row in texts.rows:
                 del kept[row][texts.ends[row] - self.prompt_columns :]
 
     def scores_before(self, column: int) -> tuple | None:
         """The scores of all new tokens before `column`; `None` if the caller does not collect them, as in plain
         decoding."""
-        return None if self._scores is None else self.scores[: column - self.prompt_columns]
+        return self._by_token("scores", column - self.prompt_columns)
 
-    @property
-    def scores(self) -> tuple | None:
-        """A `(B, V)` tensor for each new token; zeros for a row that has ended."""
-        return self._by_token(self._scores)
-
-    @property
-    def logits(self) -> tuple | None:
-        """As `scores`."""
-        return self._by_token(self._logits)
-
-    @staticmethod
-    def _by_token(kept: list[list[torch.Tensor]] | None) -> tuple | None:
-        if kept is None:
+    def _by_token(self, name: str, stop: int | None = None) -> tuple | None:
+        """For each new token (before `stop`) the entries of all rows as one; zeros for a row that has ended."""
+        if name not in self._kept:
             return None
-        nothing = torch.zeros_like(kept[0][0])
-        length = max(map(len, kept))
-        return tuple(torch.stack([row[i] if i < len(row) else nothing for row in kept]) for i in range(length))
+        tokens = zip_longest(*self._kept[name])
+        return tuple(_stacked(entries) for entries in islice(tokens, stop))
 
     def result(self, sequences: torch.Tensor, cache, statistics: GenerationStatistics) -> DFlashGenerateOutput:
         """What `generate` returns with `return_dict_in_generate`."""
@@ -281,9 +337,21 @@ class Collector:
             lengths[record.row].append(record.committed)
         return DFlashGenerateOutput(
             sequences=sequences,
-            scores=self.scores,
-            logits=self.logits,
+            **{name: self._by_token(name) for name in self._kept},
             acceptance_lengths=lengths,
             statistics=statistics,
             **{compat.CACHE: cache},
         )
+
+
+def _wanted(config: GenerationConfig, name: str) -> bool:
+    return bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
+
+
+def _stacked(entries: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """One entry for each row to one with a dimension for the rows, zeros where a row has `None`."""
+    some = next(entry for entry in entries if entry is not None)
+    if isinstance(some, torch.Tensor):
+        return torch.stack([torch.zeros_like(some) if entry is None else entry for entry in entries])
+    layers = zip(*(entry or map(torch.zeros_like, some) for entry in entries), strict=True)
+    return tuple(map(torch.stack, layers))

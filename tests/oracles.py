@@ -95,6 +95,8 @@ def echo_pair(block: int = 4, **overrides) -> tuple[PreTrainedModel, DFlashDraft
 class Force(LogitsProcessor):
     """Forces `token` wherever the text before it has a length divisible by `every`."""
 
+    stateless = True
+
     def __init__(self, token: int = 3, every: int = 5):
         self.token, self.every = token, every
 
@@ -141,7 +143,7 @@ def script(
     Everything before its last norm still runs, so its cache and its positions are real. `offset` is the number of
     padding tokens before position 0, of all rows or of each; `rows` says which rows of `text` a call is about (all).
     In row b of several, the mistakes are those of the index plus 1000 b. Returns the list in which the positions of
-    every call are noted; calls without positions are left alone.
+    every draft are noted; calls without positions or without slots are left alone.
     """
     inverse = torch.linalg.pinv(target.get_output_embeddings().weight.detach().double())  # [H, V]
     texts, vocabulary = text.tolist(), inverse.shape[1]
@@ -150,7 +152,7 @@ def script(
     calls: list[torch.Tensor] = []
 
     def note(module, args, kwargs):
-        given.append("position_ids" in kwargs)
+        given.append("position_ids" in kwargs and kwargs["noise_embeds"].shape[1] > 0)
         if given[-1]:
             calls.append(kwargs["position_ids"].clone())
 

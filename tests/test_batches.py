@@ -35,15 +35,6 @@ def ragged(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """Which rows the latest draft was for."""
-    current = []
-    draft = Decoding.draft
-    monkeypatch.setattr(Decoding, "draft", lambda self, width: (current.append(self), draft(self, width))[1])
-    return lambda: current[-1].state.texts.rows
-
-
 def scripted(target, inputs, full, wrong, rows, block=4, **fields):
     drafter = drafter_for(target, block, **fields)
     offsets = (1 - inputs["attention_mask"]).sum(1).tolist()
@@ -153,6 +144,8 @@ def test_caches_of_all_rows_after_every_round(family, block, rows, monkeypatch):
 class StopAfter(StoppingCriteria):
     """Row b stops at the given column."""
 
+    stateless = True
+
     def __init__(self, *columns: int):
         self.columns = torch.tensor(columns)
 
@@ -162,6 +155,8 @@ class StopAfter(StoppingCriteria):
 
 class ForceByRow(LogitsProcessor):
     """In row b, token `10 + b` wherever the text has a length divisible by five."""
+
+    stateless = True
 
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] % 5 == 0:

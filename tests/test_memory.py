@@ -1,0 +1,275 @@
+"""Processors and criteria that remember: they are asked what plain decoding asks them, in its order, and no more."""
+
+import pytest
+import torch
+from oracles import (
+    Force,
+    at_rate,
+    counting,
+    drafter_for,
+    echo_pair,
+    never,
+    plain,
+    predicted_forwards,
+    prompt_of,
+    script,
+    square_target,
+)
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import SynthIDTextWatermarkingConfig
+
+import dflash_hf
+from dflash_hf import memory
+
+
+VERIFIERS = ["block", "rejection", "match"]
+
+
+def prompts(rows: int) -> dict:
+    """Left-padded random prompts."""
+    lengths = [6, 3, 9, 5][:rows]
+    ids = torch.zeros(rows, max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = prompt_of(length, seed=row)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+@pytest.fixture
+def scripted(rows):
+    """Makes drafters that propose a text, with mistakes."""
+
+    def make(target, inputs, full, wrong, block=5):
+        drafter = drafter_for(target, block)
+        script(drafter, target, full, wrong, offset=(1 - inputs["attention_mask"]).sum(1).tolist(), rows=rows)
+        return drafter
+
+    return make
+
+
+def decode(target, drafter, inputs, verifier="block", **options):
+    method = dflash_hf.custom_generate(drafter, verifier=verifier)
+    return target.generate(**inputs, custom_generate=method, **options)
+
+
+class Automaton(LogitsProcessor):
+    """
+    Allows what an automaton allows that has read the text so far, token by token; it must never be shown a token that
+    it does not allow, nor miss one, nor see one twice. Token t leads from state s to (3 s + t) mod 64.
+    """
+
+    def __init__(self, prompt: int, width: int = 6):
+        self.columns, self.width, self.states, self.asked = prompt, width, None, []
+
+    def allowed(self, state: int) -> list[int]:
+        return [1 + (state + 7 * i) % 62 for i in range(self.width)]
+
+    def __call__(self, input_ids, scores):
+        rows = input_ids.tolist()
+        if self.states is None:
+            self.states = [0] * len(rows)
+        else:
+            for row, text in enumerate(rows):
+                if text[-1] != 0:  # padding of a row that has ended
+                    assert text[-1] in self.allowed(self.states[row]), "shown a token that is not allowed"
+                    self.states[row] = (3 * self.states[row] + text[-1]) % 64
+        assert input_ids.shape[1] == self.columns, "not asked column after column"
+        self.columns += 1
+        self.asked.append(rows)
+        mask = torch.full_like(scores, -float("inf"))
+        for row, state in enumerate(self.states):
+            mask[row, self.allowed(state)] = 0.0
+        return scores + mask
+
+
+class Restorable(Automaton):
+    def snapshot(self):
+        return self.columns, None if self.states is None else list(self.states), len(self.asked)
+
+    def restore(self, state):
+        self.columns, states, asked = state
+        self.states = None if states is None else list(states)
+        del self.asked[asked:]
+
+
+@pytest.mark.parametrize("wrong", [never, at_rate(0.3), lambda index, slot: True], ids=["never", "30 %", "always"])
+@pytest.mark.parametrize("kind", [Automaton, Restorable])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_automaton_never_runs_ahead_of_the_text(batch, kind, wrong, scripted):
+    target, inputs = square_target(), prompts(batch)
+    columns = inputs["input_ids"].shape[1]
+    options = {"max_new_tokens": 25, "do_sample": False}
+    there = kind(columns)
+    full = plain(target, **inputs, logits_processor=LogitsProcessorList([there]), **options)
+    here = kind(columns)
+    drafter = scripted(target, inputs, full, wrong)
+    found = decode(target, drafter, inputs, logits_processor=LogitsProcessorList([here]), **options)
+    assert torch.equal(found, full)
+    assert here.asked == there.asked and here.states == there.states
+    if batch == 1 and kind is Automaton:
+        assert drafter.last_statistics.target_forwards == predicted_forwards(columns, 25, 5, wrong)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_automaton_is_left_alone_once_its_text_has_ended(batch, scripted):
+    target, inputs = square_target(), prompts(batch)
+    columns = inputs["input_ids"].shape[1]
+    options = {"max_new_tokens": 25, "do_sample": False}
+    full = plain(target, **inputs, logits_processor=LogitsProcessorList([Automaton(columns)]), **options)
+    options["eos_token_id"] = [int(full[0, columns + 6]), int(full[-1, columns + 13])]
+    there, here = Automaton(columns), Automaton(columns)
+    expected = plain(target, **inputs, logits_processor=LogitsProcessorList([there]), **options)
+    drafter = scripted(target, inputs, full, never)
+    found = decode(target, drafter, inputs, logits_processor=LogitsProcessorList([here]), **options)
+    assert torch.equal(found, expected) and here.asked == there.asked
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_drafts_pass_through_a_processor_that_can_go_back(verifier):
+    target, inputs, forwards = square_target(), prompts(1), {}
+    options = {"max_new_tokens": 40, "do_sample": verifier != "match"}
+    for kind in (Automaton, Restorable):
+        drafter = drafter_for(target, 5)
+        torch.manual_seed(0)
+        decode(target, drafter, inputs, verifier, logits_processor=[kind(6, width=2)], **options)
+        forwards[kind] = drafter.last_statistics.target_forwards
+    assert forwards[Restorable] < 0.75 * forwards[Automaton]
+
+
+def test_sampled_text_with_an_automaton_stays_in_it():
+    target, inputs = square_target(), prompts(4)
+    for verifier in VERIFIERS:
+        automaton = Automaton(9)
+        found = decode(
+            target, drafter_for(target, 5), inputs, verifier, max_new_tokens=20, do_sample=True,
+            logits_processor=[automaton],
+        )  # fmt: skip
+        assert automaton.asked[-1] == found[:, :-1].tolist()
+
+
+def test_state_comes_back_when_drafting_fails():
+    target, inputs, processor = square_target(), prompts(1), Restorable(6)
+    drafter, calls = drafter_for(target, 5), []
+
+    def fail(module, args, output):
+        calls.append(processor.snapshot())
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    drafter.norm.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        decode(target, drafter, inputs, logits_processor=[processor], max_new_tokens=20, do_sample=False)
+    assert processor.snapshot() == calls[-1]
+
+
+def test_processor_that_says_it_has_no_memory_is_taken_for_all_slots_at_once():
+    target, drafter = echo_pair(8)
+    unprocessed = predicted_forwards(3, 33, 8, lambda index, slot: index % 5 == 0)
+    for stateless, forwards in ((True, 5), (False, unprocessed)):
+        force = Force()
+        force.stateless = stateless
+        options = {"max_new_tokens": 33, "do_sample": False, "logits_processor": [force]}
+        text = decode(target, drafter, {"input_ids": prompt_of(3)}, **options)
+        assert text.tolist() == plain(target, prompt_of(3), **options).tolist()
+        assert drafter.last_statistics.target_forwards == forwards
+
+
+def test_what_may_remember_is_named_in_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(memory.logger, "propagate", True)
+    memory.logger.warning_once.cache_clear()
+    target = square_target()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    decode(target, drafter_for(target), prompts(1), logits_processor=[Restorable(6), Force()], **options)
+    assert not caplog.records
+    for _ in range(2):
+        decode(target, drafter_for(target), prompts(1), logits_processor=[Automaton(6)], **options)
+    assert [record.message.split()[0] for record in caplog.records] == ["test_memory.Automaton"]
+    assert "snapshot" in caplog.text and "stateless" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------ criteria
+class Countdown(StoppingCriteria):
+    """Counts what it is asked; row b stops when it has seen `limits[b]` columns, whatever their length."""
+
+    def __init__(self, *limits):
+        self.limits, self.asked = torch.tensor(limits), []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked.append(input_ids.tolist())
+        return self.limits <= len(self.asked)
+
+
+@pytest.mark.parametrize("wrong", [never, at_rate(0.3)])
+@pytest.mark.parametrize("limits", [(7,), (7, 16, 4, 11)], ids=str)
+def test_criterion_that_counts_is_asked_once_for_each_column(limits, wrong, scripted):
+    target, inputs = square_target(), prompts(len(limits))
+    options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": 63}
+    full = plain(target, **inputs, **options)
+    asked = []
+    for drafter in (None, scripted(target, inputs, full, wrong)):
+        criterion = Countdown(*limits)
+        options["stopping_criteria"] = StoppingCriteriaList([criterion])
+        found = decode(target, drafter, inputs, **options) if drafter else plain(target, **inputs, **options)
+        asked.append((criterion.asked, found.tolist()))
+    assert asked[0] == asked[1]
+
+
+# --------------------------------------------------------------------------------------- processors of other libraries
+@pytest.mark.parametrize("batch", [1, 3])
+def test_classifier_free_guidance_is_that_of_plain_generate(batch, scripted):
+    target, inputs = square_target(), prompts(batch)
+    options = {"guidance_scale": 1.6, "max_new_tokens": 16, "do_sample": False}
+    full = plain(target, **inputs, **options)
+    assert not torch.equal(full, plain(target, **inputs, max_new_tokens=16, do_sample=False))
+    for wrong in (never, at_rate(0.3)):
+        drafter = scripted(target, inputs, full, wrong)
+        with counting(target) as calls:
+            assert torch.equal(decode(target, drafter, inputs, **options), full)
+        if wrong is never and batch == 1:
+            assert len(calls) == predicted_forwards(6, 16, 5) + 16  # and one of its own for each token
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_synthid_watermark_is_that_of_plain_generate(batch, scripted):
+    config = SynthIDTextWatermarkingConfig(keys=[5, 9, 13, 31], ngram_len=3, context_history_size=32)
+    target, inputs = square_target(), prompts(batch)
+    options = {"watermarking_config": config, "max_new_tokens": 16, "do_sample": True, "top_k": 2}
+    processors = plain_processors(target, inputs, options)
+    assert any(memory.remembering(processors))
+    greedy = {"max_new_tokens": 16, "do_sample": False}
+    full = plain(target, **inputs, **greedy, logits_processor=LogitsProcessorList(processors))
+    processors = plain_processors(target, inputs, options)
+    drafter = scripted(target, inputs, full, at_rate(0.2))
+    found = decode(target, drafter, inputs, **greedy, logits_processor=LogitsProcessorList(processors))
+    assert torch.equal(found, full)
+
+
+def plain_processors(target, inputs, options) -> list:
+    """The processors that `generate` prepares for these options."""
+    seen = []
+    target.generate(**inputs, **options, custom_generate=lambda model, ids, logits_processor, *args, **kwargs: (
+        seen.extend(logits_processor), ids
+    )[1])  # fmt: skip
+    return seen
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_json_grammar_of_xgrammar(batch, scripted):
+    xgr = pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
+
+    words = ["<eos>", "{", "}", "[", "]", ":", ",", '"', "a", "b", "c", "1", "2", "3", "true", "null", " "]
+    words += [f"x{i}" for i in range(64 - len(words))]
+    info = xgr.TokenizerInfo(words, vocab_size=64, stop_token_ids=[0])
+    grammar = xgr.GrammarCompiler(info).compile_builtin_json_grammar()
+    target, inputs = square_target(), prompts(batch)
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
+    full = plain(target, **inputs, logits_processor=[GrammarProcessor(grammar)], **options)
+    assert words[int(full[0, inputs["input_ids"].shape[1]])][0] in '{["123tn'
+    for wrong in (never, at_rate(0.3)):
+        processor = GrammarProcessor(grammar)
+        assert memory.can_go_back(processor)
+        found = decode(target, scripted(target, inputs, full, wrong), inputs, logits_processor=[processor], **options)
+        assert torch.equal(found, full)
+    processor = GrammarProcessor(grammar)
+    drafter = drafter_for(target, 5)
+    assert torch.equal(decode(target, drafter, inputs, logits_processor=[processor], **options), full)
