@@ -93,7 +93,7 @@ class Texts:
         ends = list(self.ends)
         for row, number in zip(self.rows, counts, strict=True):
             ends[row] += number
-        if min(counts) < max(counts) or len(self.rows) < len(ends):
+        if min(ends) < max(ends):  # what comes after a shorter row would stay in the columns of a longer one
             kept = torch.tensor(counts, device=block.device).unsqueeze(1)
             block = torch.where(torch.arange(block.shape[1], device=block.device) < kept, block, pad_id)
         return Texts(self.with_block(block, pad_id)[:, : max(ends)], ends, self.rows)
@@ -337,7 +337,7 @@ class Collector:
             lengths[record.row].append(record.committed)
         return DFlashGenerateOutput(
             sequences=sequences,
-            **{name: self._by_token(name) for name in self._kept},
+            **{name: self._by_token(name, sequences.shape[1] - self.prompt_columns) for name in self._kept},
             acceptance_lengths=lengths,
             statistics=statistics,
             **{compat.CACHE: cache},

@@ -18,16 +18,47 @@ from .modeling_dflash import DFlashDraftModel
 _taps: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dflash_hf_taps", default=None)
 
 
+# The tag: a CUDA graph would replay without coming here.
+@torch.library.custom_op("dflash_hf::tap", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _tap(states: torch.Tensor, layer_id: int) -> torch.Tensor:
+    """A step of a compiled graph that cannot be looked into: the listening call gets a copy. Returns another."""
+    taps = _taps.get()
+    if taps is not None:
+        taps[layer_id] = states.clone()
+    return states.clone()
+
+
+@_tap.register_fake
+def _(states: torch.Tensor, layer_id: int) -> torch.Tensor:
+    return torch.empty_like(states)
+
+
 class TapHook:
-    """Forward hook of a decoder layer or of the embedding: hands its output to the call that listens, if one does."""
+    """
+    Forward hook of a decoder layer or of the embedding: hands its output to the call that listens, if one does.
 
-    def __init__(self, layer_id: int):
-        self.layer_id = layer_id
+    Args:
+        layer_id (`int`): of the layer, -1 of the embedding.
+        stays (`bool`): whether it is there until the drafter is detached, and not for one call.
+    """
 
-    def __call__(self, module: nn.Module, args: tuple, output) -> None:
+    def __init__(self, layer_id: int, stays: bool):
+        self.layer_id, self.stays = layer_id, stays
+
+    def __call__(self, module: nn.Module, args: tuple, output):
+        whole = isinstance(output, torch.Tensor)
+        states = output if whole else output[0]
+        if torch.compiler.is_compiling():
+            # In a graph, only what is used is computed: the layer goes on with what the tap returns. Nobody listens
+            # while gradients are computed, which could not pass.
+            if torch.is_grad_enabled():
+                return None
+            states = _tap(states, self.layer_id)
+            return states if whole else (states, *output[1:])
         taps = _taps.get()
         if taps is not None:
-            taps[self.layer_id] = output if isinstance(output, torch.Tensor) else output[0]
+            taps[self.layer_id] = states
+        return None
 
 
 class Target:
@@ -93,8 +124,8 @@ class Target:
             turns it into the drafter's input.
         """
         taps: dict[int, torch.Tensor] = {}
-        # Hooks of this call alone, whatever others hang there: what another call removes must not be missed here.
-        handles = [self._hook(i) for i in layer_ids]
+        # Hooks of this call alone where none stays: what another call removes must not be missed here.
+        handles = [self._hook(i, stays=False) for i in layer_ids if not self._has_hook(i)]
         token = _taps.set(taps)
         try:
             yield taps
@@ -110,8 +141,8 @@ class Target:
         A hook that comes after the first compiled forward does not fire; one that was there before does.
         """
         for i in layer_ids:
-            if not any(isinstance(hook, TapHook) for hook in self._tapped(i)._forward_hooks.values()):
-                self._hook(i)
+            if not self._has_hook(i):
+                self._hook(i, stays=True)
 
     def remove_hooks(self) -> None:
         """Take off every [`TapHook`]."""
@@ -120,8 +151,13 @@ class Target:
                 if isinstance(hook, TapHook):
                     del module._forward_hooks[key]
 
-    def _hook(self, layer_id: int):
-        return self._tapped(layer_id).register_forward_hook(TapHook(layer_id))
+    def _hook(self, layer_id: int, *, stays: bool):
+        return self._tapped(layer_id).register_forward_hook(TapHook(layer_id, stays))
+
+    def _has_hook(self, layer_id: int) -> bool:
+        """Whether a hook that stays is there."""
+        hooks = list(self._tapped(layer_id)._forward_hooks.values())
+        return any(isinstance(hook, TapHook) and hook.stays for hook in hooks)
 
     def _tapped(self, layer_id: int) -> nn.Module:
         return self.embedding if layer_id == EMBEDDING_TAP else self.layers[layer_id]

@@ -176,7 +176,11 @@ def test_batch_after_a_kept_cache(family, given, rows):
     plain(target, text, attention_mask=mask, **{compat.CACHE: plain_cache}, **GREEDY)
     drafter = drafter_for(target, 4)
     found = target.generate(
-        text, attention_mask=mask, **{compat.CACHE: cache}, **GREEDY, custom_generate=dflash_hf.custom_generate(drafter)
+        text,
+        attention_mask=mask,
+        **{compat.CACHE: cache},
+        **GREEDY,
+        custom_generate=dflash_hf.custom_generate(drafter),
     )
     assert found[:, -15:].tolist() == expected[:, -15:].tolist()
     assert cache.get_seq_length() == expected.shape[1] - 1

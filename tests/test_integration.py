@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import (
     ECHO,
+    at_positions,
     at_rate,
     counting,
     drafter_for,
@@ -415,12 +416,69 @@ def test_calls_in_threads_do_not_mix():
     assert [results[i] for i in range(3)] == expected
 
 
-@pytest.mark.slow
-def test_compiled_target_keeps_its_text():
-    target, drafter = echo_pair(4)
-    dflash_hf.attach(target, drafter)
+def test_calls_in_threads_on_a_target_that_is_not_attached():
+    target, drafter = square_target(), drafter_for(square_target())
+    prompts = [prompt_of(n, seed=n) for n in (3, 9, 14)]
+    expected = [plain(target, ids, **OPTIONS).tolist() for ids in prompts]
+    method, results = dflash_hf.custom_generate(drafter), {}
+
+    def work(i):
+        for _ in range(4):
+            results.setdefault(i, []).append(target.generate(prompts[i], custom_generate=method, **OPTIONS).tolist())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(3)] == [[text] * 4 for text in expected]
+    assert hooks_of(target) == {}
+
+
+@pytest.fixture
+def dynamo():
     torch._dynamo.reset()
-    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    text = target.generate(prompt_of(3), assistant_model=drafter, max_new_tokens=9, do_sample=False)
-    assert text[0, 3:].tolist() == [ECHO] * 9
-    assert drafter.last_statistics.target_forwards == 3
+    yield
+    torch._dynamo.reset()
+
+
+def test_target_compiled_in_one_graph(dynamo):
+    target = square_target(num_hidden_layers=2)
+    ids, options = prompt_of(3), {"max_new_tokens": 12, "do_sample": False}
+    full = plain(target, ids, **options)
+    drafter = drafter_for(target, target_layer_ids=[0, 1])
+    script(drafter, target, full, at_positions(6))
+    dflash_hf.attach(target, drafter)
+    seen = []
+    drafter.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True, fullgraph=True)
+    assert target.generate(ids, assistant_model=drafter, **options).tolist() == full.tolist()
+    assert drafter.last_statistics.target_forwards == predicted_forwards(3, 12, 4, at_positions(6))
+    del target.forward
+    together = torch.cat(seen, dim=1)
+    expected = tapped(target, full, [0, 1])[:, : together.shape[1]]
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-4)
+
+
+def tapped(target, ids, layers) -> torch.Tensor:
+    """Outputs of the layers, the last one's before the final norm."""
+    states = {}
+    hooks = [
+        target.model.layers[i].register_forward_hook(lambda m, args, output, i=i: states.update({i: output}))
+        for i in layers
+    ]
+    with torch.no_grad():
+        target(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([states[i] for i in layers], dim=-1)
+
+
+def test_compiled_target_that_is_attached_can_be_trained(dynamo):
+    target = square_target(num_hidden_layers=1)
+    dflash_hf.attach(target, drafter_for(target, target_layer_ids=[0]))
+    target(prompt_of(4)).logits.sum().backward()
+    expected = target.model.layers[0].mlp.down_proj.weight.grad.clone()
+    target.zero_grad()
+    torch.compile(target.forward, backend="eager", fullgraph=True)(prompt_of(4)).logits.sum().backward()
+    torch.testing.assert_close(target.model.layers[0].mlp.down_proj.weight.grad, expected)
