@@ -186,22 +186,35 @@ def predicted_forwards(prompt: int, new: int, block: int, wrong: Mistake = never
 
 
 def predicted_batch_forwards(
-    prompt: int, ends: list[int], block: int, wrong: Mistake = never, *, longest: int | None = None
+    prompt: int,
+    ends: list[int],
+    block: int,
+    wrong: Mistake = never,
+    *,
+    longest: int | None = None,
+    cap: int | None = None,
+    one_pace: bool = False,
 ) -> int:
     """
     Forwards of the target that rows need which start at column `prompt` and end at `ends`, when exactly the proposals
     in `wrong` are wrong (of row b: at the index plus 1000 b) and a row that has ended is dropped.
+
+    `longest` is the length that `generate` was given, `cap` the most proposals of a round; with `one_pace` no row goes
+    further than the slowest, nor beyond the end of one.
     """
     forwards, anchors, longest = 1, dict.fromkeys(range(len(ends)), prompt), longest or max(ends)
     anchors = {row: anchor for row, anchor in anchors.items() if anchor < ends[row] - 1}
     while anchors:
-        width = min(block - 1, longest - min(anchors.values()) - 2)
+        width = min(block - 1, cap or block, longest - min(anchors.values()) - 2)
+        steps = {}
         for row, anchor in anchors.items():
             right = itertools.takewhile(
                 lambda slot: not wrong(anchor + slot + 1000 * row, slot),  # noqa: B023
                 range(1, width + 1),
             )
-            anchors[row] = anchor + len(list(right)) + 1
+            steps[row] = min(len(list(right)) + 1, ends[row] - 1 - anchor)
+        slowest = min(steps.values())
+        anchors = {row: anchor + (slowest if one_pace else steps[row]) for row, anchor in anchors.items()}
         anchors = {row: anchor for row, anchor in anchors.items() if anchor < ends[row] - 1}
         forwards += 1
     return forwards

@@ -102,7 +102,7 @@ def fresh(options: dict) -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow if i >= 60 else ()) for i in range(200)])
 def test_text_of_a_random_configuration_is_that_of_plain_decoding(seed, rows):
     case = Configuration(seed)
     target, inputs = target_of(case.family, case.window), prompts(case.lengths, seed)
