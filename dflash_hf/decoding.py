@@ -6,12 +6,10 @@ cache holds exactly the tokens before it; the drafter's cache and the pending co
 The rows of a batch are accepted at their own pace, and one that has ended is dropped.
 """
 
-import copy
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,74 +20,14 @@ from .configuration_dflash import EMBEDDING_TAP
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
 from .modeling_dflash import DFlashDraftModel
 from .outputs import Collector, Forward, Processing, Stopping, Texts
+from .prompt import Prompt
 from .proposal import ProposalHead
+from .state import DecodeState
 from .target import Target, concatenate
 
 
 # `generate` fills this in for every call, so it says nothing of what the user wants.
 _DEFAULT_CAP = 20
-
-
-@dataclass
-class DecodeState:
-    """
-    What a call remembers between rounds. The tensors of a round have one entry for each row that is being written.
-
-    Args:
-        texts (`Texts`): all tokens so far; the last of each row is its anchor.
-        target, draft (`AlignedCache`): committed tokens before the anchor.
-        anchor (`torch.LongTensor` of shape `(rows, 1)`): the last token of each row.
-        anchor_position (`torch.LongTensor` of shape `(rows, 1)`): what `position_ids` says of it.
-        last_position (`torch.LongTensor` of shape `(rows, 1)`): of the last token that the target may have to see.
-        context (`torch.Tensor` of shape `(rows, new, M * H)`): tapped hidden states that the drafter has not seen.
-        context_positions (`torch.LongTensor` of shape `(rows, new)`): their positions.
-        context_mask (`torch.LongTensor` of shape `(rows, new)`, *optional*): 0 for padding among them, which in the
-            prompt is on the left and later on the right.
-        context_ends (`list[int]`): columns of the context that each row has, what is on the right of them left out.
-    """
-
-    texts: Texts
-    target: AlignedCache
-    draft: AlignedCache
-    anchor: torch.Tensor | None = None
-    anchor_position: torch.Tensor | None = None
-    last_position: torch.Tensor | None = None
-    context: torch.Tensor | None = None
-    context_positions: torch.Tensor | None = None
-    context_mask: torch.Tensor | None = None
-    context_ends: list[int] = field(default_factory=list)
-
-    @property
-    def fresh(self) -> int | torch.Tensor:
-        """Columns of the context, or their mask where some are padding."""
-        return self.context.shape[1] if self.context_mask is None else self.context_mask
-
-    def absorbed(self) -> None:
-        """The context is in the drafter's cache now, and whatever came after it is not."""
-        self.draft.keep(self.context_ends, self.context_mask)
-        # New tensors, since a slice would keep what it is a slice of.
-        self.context = self.context.new_empty(len(self.context), 0, self.context.shape[-1])
-        self.context_positions = self.context_positions.new_empty(len(self.context), 0)
-        self.context_mask, self.context_ends = None, [0] * len(self.context)
-
-    def roll_back(self) -> None:
-        """Forget everything that is not committed."""
-        self.target.roll_back()
-        self.draft.roll_back()
-
-    def select(self, entries: list[int]) -> None:
-        """Go on with these of the rows that are being written."""
-        if len(entries) == len(self.texts.rows):
-            return
-        self.texts.rows = [self.texts.rows[i] for i in entries]
-        if not entries:
-            return
-        self.target.select(entries)
-        self.draft.select(entries)
-        self.context_ends = [self.context_ends[i] for i in entries]
-        for name in ("anchor", "anchor_position", "last_position", "context", "context_positions", "context_mask"):
-            value = getattr(self, name)
-            setattr(self, name, value if value is None else value[entries])
 
 
 class Decoding:
@@ -99,7 +37,7 @@ class Decoding:
         self,
         target: Target,
         drafter: DFlashDraftModel,
-        state: DecodeState,
+        prompt: Prompt,
         *,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -108,12 +46,12 @@ class Decoding:
         num_assistant_tokens: int | None,
         streamer: BaseStreamer | None,
     ):
-        self.target, self.drafter, self.state = target, drafter, state
+        self.target, self.drafter, self.prompt = target, drafter, prompt
+        self.num_rows, self.prompt_columns = prompt.ids.shape
         self.head = ProposalHead(drafter, target)
         self.layer_ids, self.mask_token_id = drafter.config.target_layer_ids, drafter.config.mask_token_id
         self.processing = Processing(processors)
         self.stopping = Stopping(criteria)
-        self.num_rows, self.prompt_columns = state.texts.ids.shape
         self.config = config
         # Processors that remember are shown what plain decoding shows them: slot by slot, all rows at one pace. So are
         # such criteria, which of one row see nothing else anyway.
@@ -125,6 +63,15 @@ class Decoding:
         caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap not in (None, _DEFAULT_CAP)]
         self.max_proposals = min([drafter.config.num_proposals, *caps])
         self.max_length = self.stopping.max_length
+        self.collector = Collector(config, self.num_rows, self.prompt_columns, prompt.num_hidden)
+        anchor_position = prompt.positions[:, -1:] + 1
+        self.state = DecodeState(
+            texts=Texts(prompt.ids, [self.prompt_columns] * self.num_rows, list(range(self.num_rows))),
+            target=AlignedCache(prompt.cache, self.num_rows),
+            draft=caches.take_draft(prompt.cache, drafter.config, self.num_rows),
+            anchor_position=anchor_position,
+            last_position=anchor_position + (self.max_length - self.prompt_columns - 2),
+        )
         # Plain decoding pads a row that has ended only where there are end tokens. Where there are none, rows are
         # written on until the last one has stopped.
         self.pads = bool(self.stopping.eos_ids) or self.num_rows == 1
@@ -136,50 +83,28 @@ class Decoding:
         self.start = self.watch.mark()
         self.marks: list[tuple] = []  # one for each round: proposed, counts of each row, and four marks in time
 
-    def prefill(self, taps: dict[int, torch.Tensor], model_kwargs: dict) -> None:
+    def prefill(self, taps: dict[int, torch.Tensor]) -> None:
         """
         Run the prompt, or what a given cache does not hold of it; its last row gives the first anchor.
 
         What the drafter needs of it goes into the drafter's cache at once, and nothing else of it is kept.
         """
-        state, model, ids = self.state, self.target.model, self.state.texts.ids
-        cache, mask, embeds = state.target.cache, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-        past, total = state.target.length, options.prompt_columns(ids, model_kwargs)
-        self.prompt_tokens = total
-        positions = model_kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(total, device=ids.device)
-        positions = positions.expand(self.num_rows, -1)
-        state.anchor_position = positions[:, -1:] + 1
-        state.last_position = state.anchor_position + (self.max_length - self.prompt_columns - 2)
-        self.collector = Collector(self.config, self.num_rows, self.prompt_columns, total - self.prompt_columns)
-        self.prefix = copy.deepcopy(cache) if past and self.num_rows > 1 else None
-        source = (ids if embeds is None else embeds)[:, past - total :]
-        chunk = self.config.prefill_chunk_size or max(1, total - past)
-        for start in range(past, max(total, 1), chunk):
-            end = min(start + chunk, total)
-            part, seen = source[:, start - past : end - past], None if mask is None else mask[:, start:end]
-            kwargs = {**model_kwargs, "attention_mask": None if mask is None else mask[:, :end]}
-            if embeds is not None:
-                kwargs["inputs_embeds"] = part
-            if "position_ids" in kwargs:
-                kwargs["position_ids"] = positions[:, start:end]
-            inputs = model.prepare_inputs_for_generation(
-                part if embeds is None else ids, is_first_iteration=True, **kwargs
-            )
-            outputs = model(**inputs, return_dict=True)
-            if EMBEDDING_TAP in self.layer_ids and embeds is not None:
-                taps[EMBEDDING_TAP] = part  # the embedding itself is not called then
-            state.context, state.context_positions = concatenate(taps, self.layer_ids), positions[:, start:end]
-            state.context_mask, state.context_ends = seen, [end - start] * self.num_rows
+        state, prompt = self.state, self.prompt
+        for part in prompt.parts(self.config.prefill_chunk_size):
+            outputs = self.target.model(**part.inputs, return_dict=True)
+            if EMBEDDING_TAP in self.layer_ids and prompt.embeds is not None:
+                taps[EMBEDDING_TAP] = part.inputs["inputs_embeds"]  # the embedding itself is not called then
+            state.context, state.context_positions = concatenate(taps, self.layer_ids), part.positions
+            state.context_mask, state.context_ends = part.mask, [part.positions.shape[1]] * self.num_rows
             self.absorb()
+        ids = state.texts.ids
         logits = outputs.logits[:, -1:].to(ids.device, torch.float32, copy=True)  # [B, 1, V]
-        caches.start_recording(cache)
+        caches.start_recording(prompt.cache)
         caches.start_recording(state.draft.cache)
-        state.target = AlignedCache(cache, self.num_rows, mask)
+        state.target = AlignedCache(prompt.cache, self.num_rows, prompt.mask)
         scores = self.processing(state.texts, logits, ids[:, :0])
         first = self._choose(scores)
-        forward = Forward(logits, outputs.hidden_states, outputs.attentions)
+        forward = Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"))
         self._extend(first, [[token] for token in first[:, 0].tolist()], scores, forward)
         self._go_on()
         self.prefilled = self.watch.mark()
@@ -316,7 +241,7 @@ class Decoding:
         state.anchor_position = state.anchor_position + counts
         state.target.keep(committed)
 
-    def leave_cache(self, model_kwargs: dict) -> None:
+    def leave_cache(self) -> None:
         """
         Leave the target's cache as plain decoding does, for the caller to go on with.
 
@@ -325,30 +250,13 @@ class Decoding:
         included.
         """
         state = self.state
-        if self.num_rows == 1:
-            if state.context.shape[1]:
-                self.absorb()
-            caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
+        if self.num_rows > 1:
+            answer = state.texts.ids[:, self.prompt_columns : -1]
+            state.target.cache.layers = self.prompt.run_again(answer).layers
             return
-        cache = self.prefix or DynamicCache(config=self.target.model.config)
-        ids, mask = state.texts.ids[:, :-1], model_kwargs.get("attention_mask")
-        embeds = model_kwargs.get("inputs_embeds")
-        past, new = caches.length_of(cache), ids.shape[1] - self.prompt_columns
-        inputs = {compat.CACHE: cache, "use_cache": True}
-        if embeds is None:
-            inputs["input_ids"] = ids[:, past - self.prompt_tokens - new :]
-        else:
-            inputs["inputs_embeds"] = torch.cat(
-                [embeds[:, past - self.prompt_tokens :], self.target.embed(ids[:, self.prompt_columns :])], dim=1
-            )
-        if mask is not None:
-            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(self.num_rows, new)], dim=1)
-        positions = model_kwargs.get("position_ids")
-        if positions is not None and self.target.takes_positions:
-            steps = torch.arange(1, new + 1, device=ids.device)
-            inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + steps], dim=1)[:, past:]
-        self.target.model(**inputs)
-        state.target.cache.layers = cache.layers
+        if state.context.shape[1]:
+            self.absorb()
+        caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
 
     def statistics(self) -> GenerationStatistics:
         """The numbers of the call, once it is over."""
@@ -357,7 +265,7 @@ class Decoding:
             seconds = [self.watch.seconds(a, b) / len(counts) for a, b in pairwise(marks)]
             rounds += [RoundRecord(width, accepted, committed, *seconds, row) for row, accepted, committed in counts]
         return GenerationStatistics(
-            self.prompt_tokens,
+            self.prompt.num_columns,
             self.watch.seconds(self.start, self.prefilled),
             rounds,
             target_forwards=1 + len(self.marks),
@@ -510,19 +418,13 @@ def decode(
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
-    target_cache = model_kwargs.get(compat.CACHE)
     options.check(generation_config, verifier, num_assistant_tokens)
-    options.check_inputs(input_ids, model_kwargs)
-    num_rows, columns = input_ids.shape
-    state = DecodeState(
-        texts=Texts(input_ids, [columns] * num_rows, list(range(num_rows))),
-        target=AlignedCache(target_cache, num_rows),
-        draft=caches.take_draft(target_cache, drafter.config, num_rows),
-    )
+    options.check_inputs(model_kwargs)
+    prompt = Prompt(target, input_ids, model_kwargs)
     decoding = Decoding(
         target,
         drafter,
-        state,
+        prompt,
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
@@ -534,15 +436,16 @@ def decode(
         streamer.put(input_ids.cpu())
     try:
         with target.capture(decoding.layer_ids) as taps:
-            decoding.prefill(taps, model_kwargs)
-            while state.texts.rows:
+            decoding.prefill(taps)
+            while decoding.state.texts.rows:
                 decoding.round(taps)
     finally:
-        caches.stop_recording(target_cache)
+        caches.stop_recording(prompt.cache)
     if streamer is not None:
         streamer.end()
     drafter.last_statistics = statistics = decoding.statistics()
     as_dict = generation_config.return_dict_in_generate
-    if as_dict or getattr(target_cache, "_is_user_defined", False):  # so transformers marks a cache of the caller's
-        decoding.leave_cache(model_kwargs)
-    return decoding.collector.result(state.texts.ids, target_cache, statistics) if as_dict else state.texts.ids
+    if as_dict or getattr(prompt.cache, "_is_user_defined", False):  # so transformers marks a cache of the caller's
+        decoding.leave_cache()
+    ids = decoding.state.texts.ids
+    return decoding.collector.result(ids, prompt.cache, statistics) if as_dict else ids

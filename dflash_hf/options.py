@@ -1,6 +1,5 @@
 """What the loop does not honour, refused by name before any forward."""
 
-import torch
 from transformers import GenerationConfig
 
 from . import cache as caches
@@ -39,7 +38,7 @@ def check(config: GenerationConfig, verifier: str, num_assistant_tokens: int | N
         )
 
 
-def check_inputs(input_ids: torch.Tensor, model_kwargs: dict) -> None:
+def check_inputs(model_kwargs: dict) -> None:
     """Refuse by name the inputs that this loop cannot carry from round to round."""
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
     if unknown:
@@ -51,24 +50,4 @@ def check_inputs(input_ids: torch.Tensor, model_kwargs: dict) -> None:
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)}: so far DFlash knows targets with one position a token."
         )
-    cache = model_kwargs.get(compat.CACHE)
-    caches.check_can_roll_back(cache)
-    past, total = caches.length_of(cache), prompt_columns(input_ids, model_kwargs)
-    if past and past >= total:
-        raise ValueError(
-            f"{compat.CACHE}: it holds {past} tokens, and the text has {total} with them, so that nothing is new. "
-            "Pass the whole text, or its new tokens and an attention_mask for all, and at least one new token."
-        )
-
-
-def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict) -> int:
-    """
-    Columns of the prompt, those included that a given cache holds already.
-
-    `generate` takes the whole text or what is new of it; mask and positions are of the whole text in both cases.
-    """
-    for name in ("attention_mask", "position_ids"):
-        if model_kwargs.get(name) is not None:
-            return model_kwargs[name].shape[1]
-    embeds = model_kwargs.get("inputs_embeds")
-    return (input_ids if embeds is None else embeds).shape[1]
+    caches.check_can_roll_back(model_kwargs.get(compat.CACHE))

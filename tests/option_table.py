@@ -269,7 +269,8 @@ def _same(found, expected, ends: list[int]) -> None:
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert (ours is None) == (theirs is None)
         for a, b in zip(ours or (), theirs or (), strict=True):
-            for x, y in zip([a] if isinstance(a, torch.Tensor) else a, [b] if isinstance(b, torch.Tensor) else b, strict=True):
+            layers = zip([a], [b], strict=True) if isinstance(a, torch.Tensor) else zip(a, b, strict=True)
+            for x, y in layers:
                 assert x.shape == y.shape and x.dtype == y.dtype
                 keep = slice(-1, None) if x.dim() > 2 else slice(None)  # queries of padding may hold anything
                 torch.testing.assert_close(x[..., keep, :], y[..., keep, :], atol=1e-4, rtol=1e-3)

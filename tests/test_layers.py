@@ -13,7 +13,7 @@ PACKAGE = "__init__"  # the package itself, above every room
 LEVELS = [
     {"configuration_dflash", "compat"},
     {"checkpoints", "masking", "verification", "objective", "metrics"},
-    {"attention", "proposal", "target", "cache", "memory", "options", "outputs", "modeling_dflash"},
+    {"attention", "proposal", "target", "cache", "memory", "options", "outputs", "prompt", "state", "modeling_dflash"},
     {"decoding"},
     {"integration"},
     {"evaluation", "reference", "training"},

@@ -51,7 +51,11 @@ class Configuration:
         if draw.random() < 0.3:
             self.drafter["draft_vocab_size"] = 32
         if draw.random() < 0.2:
-            self.drafter |= {"drafting": "autoregressive", "causal_layers": [True] * layers, "sample_from_anchor": True}
+            self.drafter |= {
+                "drafting": "autoregressive",
+                "causal_layers": [True] * layers,
+                "sample_from_anchor": True,
+            }
 
     def options(self, full: torch.Tensor) -> dict:
         """Up to three options, some of which look at the text that is written without them."""
@@ -65,7 +69,7 @@ class Configuration:
             "penalty": {"repetition_penalty": draw.choice([0.8, 1.3])},
             "n-grams": {"no_repeat_ngram_size": draw.choice([2, 3])},
             "bad words": {"bad_words_ids": [[token()], [token(), token()]]},
-            "minimum": {"min_new_tokens": draw.randint(1, 12), "eos_token_id": list(range(1, 30))},
+            "minimum": {"min_new_tokens": draw.randint(1, min(12, self.new)), "eos_token_id": list(range(1, 30))},
             "suppress": {"suppress_tokens": [token(), token()]},
             "one candidate": {"do_sample": True, "top_k": 1},
             "forced": {"logits_processor": [Force(token(), draw.randint(2, 6))]},
@@ -96,10 +100,9 @@ def prompts(lengths, seed) -> dict:
 
 def fresh(options: dict) -> dict:
     """The options for one call: an automaton reads one text only."""
-    return {
-        **options,
-        **{key: [type(v)(v.columns) if isinstance(v, Automaton) else v for v in options[key]] for key in options if key == "logits_processor"},
-    }  # fmt: skip
+    processors = options.get("logits_processor", [])
+    new = [Automaton(each.columns) if isinstance(each, Automaton) else each for each in processors]
+    return {**options, "logits_processor": new} if new else dict(options)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow if i >= 60 else ()) for i in range(200)])

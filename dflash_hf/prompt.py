@@ -1,0 +1,105 @@
+"""The prompt of a call, as `generate` prepared it: what is run of it, in which parts, and what its columns are."""
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache
+
+from . import cache as caches
+from . import compat
+from .target import Target
+
+
+class Part(NamedTuple):
+    """
+    Some columns of the prompt.
+
+    Fields:
+        inputs (`dict`): for the forward of the target.
+        positions (`torch.LongTensor` of shape `(B, n)`): what `position_ids` says of them.
+        mask (`torch.LongTensor` of shape `(B, n)`, *optional*): 0 for padding.
+    """
+
+    inputs: dict
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class Prompt:
+    """
+    The prompt of a call.
+
+    Args:
+        target (`Target`): what it is for.
+        ids (`torch.LongTensor` of shape `(B, n)`): the whole text or what is new of it; empty if there are embeddings.
+        model_kwargs (`dict`): the rest of what `generate` prepared; mask and positions are of the whole text.
+
+    Attributes:
+        cache (`Cache`): of the target.
+        past (`int`): columns that it holds already.
+        num_columns (`int`): of the whole text.
+        num_hidden (`int`): how many of them are not in `ids`.
+        mask (`torch.LongTensor` of shape `(B, num_columns)`, *optional*): 0 for padding.
+        positions (`torch.LongTensor` of shape `(B, num_columns)`): what `position_ids` says of them.
+
+    Raises:
+        `ValueError`: when the cache leaves nothing new.
+    """
+
+    def __init__(self, target: Target, ids: torch.Tensor, model_kwargs: dict):
+        self.target, self.ids, self.kwargs = target, ids, model_kwargs
+        self.cache: Cache = model_kwargs[compat.CACHE]
+        self.embeds, self.mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        self.past, positions = caches.length_of(self.cache), model_kwargs.get("position_ids")
+        # In this order, because the others may be of the new columns alone.
+        self.num_columns = next(x for x in (self.mask, positions, self.embeds, ids) if x is not None).shape[1]
+        if self.past and self.past >= self.num_columns:
+            raise ValueError(
+                f"{compat.CACHE}: it holds {self.past} tokens, and the text has {self.num_columns} with them, so that "
+                "nothing is new. Pass the whole text, or its new tokens and an attention_mask for all, and at least "
+                "one new token."
+            )
+        self.num_hidden = self.num_columns - ids.shape[1]
+        if positions is None:
+            positions = torch.arange(self.num_columns, device=ids.device)
+        self.positions = positions.expand(len(ids), -1)
+        # The loop moves the rows of a batch about, so what they start from is kept for `run_again`.
+        self._before = copy.deepcopy(self.cache) if self.past and len(ids) > 1 else None
+
+    def parts(self, size: int | None) -> Iterator[Part]:
+        """What the cache does not hold, in parts of `size` columns (all at once)."""
+        model, source = self.target.model, self._new(self.ids if self.embeds is None else self.embeds)
+        size = size or max(1, self.num_columns - self.past)
+        for start in range(self.past, max(1, self.num_columns), size):
+            end = min(start + size, self.num_columns)
+            columns, part = slice(start, end), source[:, start - self.past : end - self.past]
+            kwargs = {**self.kwargs, "attention_mask": None if self.mask is None else self.mask[:, :end]}
+            if self.embeds is not None:
+                kwargs["inputs_embeds"] = part
+            if "position_ids" in kwargs:
+                kwargs["position_ids"] = self.positions[:, columns]
+            ids = part if self.embeds is None else self.ids
+            inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **kwargs)
+            yield Part(inputs, self.positions[:, columns], None if self.mask is None else self.mask[:, columns])
+
+    def run_again(self, answer: torch.Tensor) -> Cache:
+        """The cache after the prompt and `answer` `(B, n)`, from the start or from where the given cache was."""
+        cache, steps = self._before or DynamicCache(config=self.target.model.config), answer.shape[1]
+        inputs = {compat.CACHE: cache, "use_cache": True}
+        if self.embeds is None:
+            inputs["input_ids"] = torch.cat([self._new(self.ids), answer], dim=1)
+        else:
+            inputs["inputs_embeds"] = torch.cat([self._new(self.embeds), self.target.embed(answer)], dim=1)
+        if self.mask is not None:
+            inputs["attention_mask"] = torch.cat([self.mask, self.mask.new_ones(len(answer), steps)], dim=1)
+        if self.target.takes_positions:
+            later = self.positions[:, -1:] + torch.arange(1, steps + 1, device=answer.device)
+            inputs["position_ids"] = torch.cat([self.positions[:, self.past :], later], dim=1)
+        self.target.model(**inputs)
+        return cache
+
+    def _new(self, source: torch.Tensor) -> torch.Tensor:
+        """Of ids or embeddings of the whole text or the new columns, the new columns."""
+        return source[:, self.past - self.num_columns :]
