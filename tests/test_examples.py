@@ -9,7 +9,7 @@ import torch
 from oracles import word_tokenizer
 from tiny import tiny_drafter, tiny_target
 
-from dflash_hf import DFlashDraftModel, reference
+from dflash_hf import DFlashDraftModel, cache, reference
 from dflash_hf.training import recipe
 
 
@@ -108,3 +108,19 @@ def test_the_long_context_example_tunes_with_a_window_and_measures_each_length_a
     assert len(rows) == 4 and all(len(row) == 12 for row in rows)  # of 24 conversations, 6 for 48 tokens
     assert capsys.readouterr().out.count(": tau ") == 3 * 3
     assert (tmp_path / "out" / "tau.png").is_file()
+
+
+def test_batches_are_timed_at_toy_size(tmp_path, monkeypatch, capsys):
+    target, tokenizer = tiny_target("llama"), word_tokenizer(pad_token="abcdef")
+    tokenizer.chat_template = TEMPLATE
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    monkeypatch.setattr(reference, "load_target", lambda dtype: (target.to(getattr(torch, dtype)), tokenizer))
+    monkeypatch.setattr(reference, "drafter_folder", lambda: tmp_path / "drafter")
+    monkeypatch.setattr(cache, "_move_right", cache._move_right)  # put back afterwards
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(["<5>", "<6>"] * n)}) + "\n" for n in (1, 2, 3, 4)))
+    options = ["--prompts", prompts, "--batch-sizes", "1", "4", "--num-prompts", "4", "--max-new-tokens", "12"]
+    run("batches.py", monkeypatch, *map(str, options))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["batch 1", "batch 4"]
+    assert all("tau 1.0" in line and "% moving rows" in line for line in lines)

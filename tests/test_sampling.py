@@ -98,9 +98,9 @@ def sample(pair, verifier, num_tokens, *, seed=0, **options):
     return calls
 
 
-def warped(law, *, temperature=1.0, top_k=0, top_p=1.0):
-    """What the options make of rows of probabilities, written out."""
-    law = law ** (1 / temperature)
+def warped(law, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
+    """What the options make of rows of probabilities, written out; the penalty, where all tokens have been seen."""
+    law = law ** (repetition_penalty / temperature)  # the logits are logarithms, all negative
     law = law / law.sum(-1, keepdim=True)
     if top_k:
         law = torch.where(law >= law.topk(top_k, dim=-1).values[..., -1:], law, 0.0)
@@ -109,6 +109,7 @@ def warped(law, *, temperature=1.0, top_k=0, top_p=1.0):
         ordered, order = law.sort(dim=-1, descending=True)
         kept = (ordered.cumsum(-1) - ordered < top_p).float()
         law = law * torch.zeros_like(law).scatter(-1, order, kept)
+    law = torch.where(law >= min_p * law.amax(-1, keepdim=True), law, 0.0)
     return law / law.sum(-1, keepdim=True)
 
 
@@ -216,16 +217,57 @@ def test_wrong_law_of_the_proposals_is_seen(pair, monkeypatch, mistake, verifier
     assert chi_squared_p(calls, warped(LAW, **options)) < SIGNIFICANCE
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_rows_sampled_together_have_the_law_of_the_target(pair, verifier):
+def sample_together(pair, verifier, num_tokens, **options):
+    """As `sample`, of four rows that grow in one batch; their prompt has every token."""
     target, drafter = pair
     torch.manual_seed(0)
     method = dflash_hf.custom_generate(drafter, verifier=verifier)
-    texts = target.generate(
-        torch.ones(4, 1, dtype=torch.long), do_sample=True, top_k=0, max_new_tokens=2_000, custom_generate=method
-    )
-    assert chi_squared_p([(text, None) for text in texts], LAW) > SIGNIFICANCE
-    assert len({tuple(text.tolist()) for text in texts}) == 4
+    calls, each = [], min(num_tokens // 4, 1000)
+    for _ in range(num_tokens // 4 // each):
+        settings = {"do_sample": True, "top_k": 0, "max_new_tokens": each, **options}
+        prompts = torch.tensor([[0, 2, 3, 1]]).expand(4, -1)
+        mask = torch.ones_like(prompts)  # token 0 is a word here, not padding
+        texts = target.generate(prompts, attention_mask=mask, custom_generate=method, **settings)
+        assert len({tuple(text.tolist()) for text in texts}) == 4
+        calls += [(text[TOKENS - 1 :], None) for text in texts]
+    return calls
+
+
+TOGETHER = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 2},
+    {"top_p": 0.7},
+    {"min_p": 0.4},
+    {"repetition_penalty": 1.5},
+    pytest.param({"repetition_penalty": 1.5, "temperature": 1.2, "top_k": 3}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("num_tokens", [2_000, pytest.param(32_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", TOGETHER, ids=str)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_rows_sampled_together_have_the_law_of_the_target(pair, verifier, options, num_tokens):
+    calls = sample_together(pair, verifier, num_tokens, **options)
+    law = warped(LAW, **options)
+    assert chi_squared_p(calls, law) > SIGNIFICANCE
+    if options:
+        assert chi_squared_p(calls, LAW) < SIGNIFICANCE
+    if num_tokens > 30_000:  # a law that is 0.02 off is seen
+        shift = torch.tensor([0.01, -0.01, 0.01, -0.01]) * (law > 0)
+        assert chi_squared_p(calls, (law + shift) / (law + shift).sum(-1, keepdim=True)) < SIGNIFICANCE
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+def test_wrong_law_of_the_proposals_is_seen_in_rows_sampled_together(pair, monkeypatch, verifier):
+    draft = Decoding.draft
+
+    def mistaken(self, width):
+        proposals, q = draft(self, width)
+        return proposals, q.roll(1, -1)
+
+    monkeypatch.setattr(Decoding, "draft", mistaken)
+    assert chi_squared_p(sample_together(pair, verifier, 3_000), LAW) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
