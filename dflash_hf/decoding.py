@@ -81,6 +81,7 @@ class Decoding:
         self.streamer, self.streamed = streamer, self.prompt_columns
         self.watch = Stopwatch(target.device)
         self.start = self.watch.mark()
+        self.num_parts = 0  # of the prompt
         self.marks: list[tuple] = []  # one for each round: proposed, counts of each row, and four marks in time
 
     def prefill(self, taps: dict[int, torch.Tensor]) -> None:
@@ -91,6 +92,7 @@ class Decoding:
         """
         state, prompt = self.state, self.prompt
         for part in prompt.parts(self.config.prefill_chunk_size):
+            self.num_parts += 1
             outputs = self.target.model(**part.inputs, return_dict=True)
             if EMBEDDING_TAP in self.layer_ids and prompt.embeds is not None:
                 taps[EMBEDDING_TAP] = part.inputs["inputs_embeds"]  # the embedding itself is not called then
@@ -268,7 +270,7 @@ class Decoding:
             self.prompt.num_columns,
             self.watch.seconds(self.start, self.prefilled),
             rounds,
-            target_forwards=1 + len(self.marks),
+            target_forwards=self.num_parts + len(self.marks),
             texts=self.num_rows,
             calls=1,
         )
@@ -420,7 +422,7 @@ def decode(
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     options.check(generation_config, verifier, num_assistant_tokens)
     options.check_inputs(model_kwargs)
-    prompt = Prompt(target, input_ids, model_kwargs)
+    prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
         target,
         drafter,

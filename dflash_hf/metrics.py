@@ -40,7 +40,7 @@ class GenerationStatistics:
         rounds (`list[RoundRecord]`): one for each verification of a text after it. Rounds cut short by the end of the
             text count like the others.
         target_forwards (`int`): forwards of the target, the prompts' included; a text decoded alone needs
-            `new_tokens` in plain decoding.
+            `new_tokens` in plain decoding. Not among them is the one that computes the returned cache of several rows.
         texts (`int`): rows of the batch, in all calls.
         calls (`int`): calls whose numbers are added up here.
     """

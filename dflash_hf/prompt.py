@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 
 from . import cache as caches
@@ -35,6 +36,7 @@ class Prompt:
         target (`Target`): what it is for.
         ids (`torch.LongTensor` of shape `(B, n)`): the whole text or what is new of it; empty if there are embeddings.
         model_kwargs (`dict`): the rest of what `generate` prepared; mask and positions are of the whole text.
+        mask_length (`int`, *optional*): of a mask that `generate` left out, because it has no padding.
 
     Attributes:
         cache (`Cache`): of the target.
@@ -48,13 +50,15 @@ class Prompt:
         `ValueError`: when the cache leaves nothing new.
     """
 
-    def __init__(self, target: Target, ids: torch.Tensor, model_kwargs: dict):
+    def __init__(self, target: Target, ids: torch.Tensor, model_kwargs: dict, mask_length: int | None = None):
         self.target, self.ids, self.kwargs = target, ids, model_kwargs
         self.cache: Cache = model_kwargs[compat.CACHE]
         self.embeds, self.mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         self.past, positions = caches.length_of(self.cache), model_kwargs.get("position_ids")
         # In this order, because the others may be of the new columns alone.
-        self.num_columns = next(x for x in (self.mask, positions, self.embeds, ids) if x is not None).shape[1]
+        self.num_columns = mask_length or next(
+            tensor.shape[1] for tensor in (self.mask, positions, self.embeds, ids) if tensor is not None
+        )
         if self.past and self.past >= self.num_columns:
             raise ValueError(
                 f"{compat.CACHE}: it holds {self.past} tokens, and the text has {self.num_columns} with them, so that "
@@ -63,8 +67,9 @@ class Prompt:
             )
         self.num_hidden = self.num_columns - ids.shape[1]
         if positions is None:
-            positions = torch.arange(self.num_columns, device=ids.device)
-        self.positions = positions.expand(len(ids), -1)
+            positions = torch.arange(self.num_columns, device=ids.device).unsqueeze(0)
+        # Those of the new columns suffice; what stands for the others is not used.
+        self.positions = pad(positions, (self.num_columns - positions.shape[1], 0)).expand(len(ids), -1)
         # The loop moves the rows of a batch about, so what they start from is kept for `run_again`.
         self._before = copy.deepcopy(self.cache) if self.past and len(ids) > 1 else None
 

@@ -246,3 +246,40 @@ def test_a_streamer_gets_each_column_once_when_all_rows_have_it(rows):
     prompt, *columns = streamer.puts
     assert torch.equal(prompt, inputs["input_ids"]) and streamer.ended == 1
     assert torch.equal(torch.stack(columns, dim=1), full[:, prompt.shape[1] :])
+
+
+def test_no_row_asks_for_positions_beyond_the_last_that_is_needed(rows):
+    """A target with as many positions as the text has tokens must do."""
+    target, inputs = square_target(), ragged(3, 9, 6)
+    full = plain(target, **inputs, max_length=25, do_sample=False)
+    drafter = scripted(target, inputs, full, lambda index, slot: 1000 <= index < 2000, rows, 8)
+    with counting(target) as calls:
+        found = target.generate(
+            **inputs, max_length=25, do_sample=False, custom_generate=dflash_hf.custom_generate(drafter)
+        )
+    assert torch.equal(found, full)
+    most = max(int(call["position_ids"][:, -1].max()) for call in calls)
+    assert most == 25 - 2  # the last token of the unpadded row is never an input
+    assert max(call["input_ids"].shape[1] for call in calls[1:]) == 8
+
+
+def test_columns_that_are_padding_in_all_rows_are_dropped(rows, monkeypatch):
+    target, inputs, lengths = square_target(), ragged(6, 6), []
+    full = plain(target, **inputs, max_new_tokens=40, do_sample=False)
+    # The rows take turns at being the fast one, so that each falls behind by more and more columns.
+    drafter = scripted(target, inputs, full, lambda index, slot: (index // 8) % 2 == (index >= 1000), rows)
+    round_ = Decoding.round
+
+    def noting(self, taps):
+        round_(self, taps)
+        state = self.state
+        ends = [state.texts.ends[row] for row in state.texts.rows]
+        if ends:
+            lengths.append((state.target.length, max(ends) - 1))
+
+    monkeypatch.setattr(Decoding, "round", noting)
+    found = target.generate(
+        **inputs, max_new_tokens=40, do_sample=False, custom_generate=dflash_hf.custom_generate(drafter)
+    )
+    assert torch.equal(found, full) and len({r.accepted for r in drafter.last_statistics.rounds}) > 1
+    assert lengths and all(held == needed for held, needed in lengths)

@@ -189,6 +189,16 @@ def test_batch_after_a_kept_cache(family, given, rows):
         torch.testing.assert_close(a.keys[:, :, first:], b.keys[:, :, first:], atol=1e-4, rtol=1e-4)
 
 
+def test_positions_of_the_new_tokens_alone():
+    target = square_target()
+    cache, ids = first_turn(target, drafter_for(target, 4))
+    past = cache.get_seq_length()
+    options = {**whole(ids), "position_ids": torch.arange(past, ids.shape[1]).unsqueeze(0)}
+    expected = plain(target, ids[:, past:], **GREEDY, **options, **{compat.CACHE: copy.deepcopy(cache)})
+    found = decode(target, drafter_for(target, 4), ids[:, past:], **options, **{compat.CACHE: cache})
+    assert found.tolist() == expected.tolist()
+
+
 def test_cache_that_leaves_nothing_new_is_refused():
     target = square_target()
     ids = prompt_of(9)
@@ -217,6 +227,7 @@ def test_prompt_in_chunks(family, chunk, rows):
         assert torch.equal(found, full)
         sizes = [min(chunk, 23 - start) for start in range(0, 23, chunk)]
         assert [call["input_ids"].shape[1] for call in calls][: len(sizes)] == sizes == seen[: len(sizes)]
+        assert drafter.last_statistics.target_forwards == len(calls)
         if len(full) == 1:
             assert len(calls) == len(sizes) - 1 + predicted_forwards(23, 15, 4, at_rate(0.3))
 
