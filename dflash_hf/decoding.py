@@ -60,8 +60,8 @@ class Decoding:
         self.sampling = config.do_sample
         self.verifier = verifier
         self.drawing = self.sampling and options.VERIFIERS[verifier]
-        caps = [cap for cap in (num_assistant_tokens, config.num_assistant_tokens) if cap not in (None, _DEFAULT_CAP)]
-        self.max_proposals = min([drafter.config.num_proposals, *caps])
+        asked = None if config.num_assistant_tokens == _DEFAULT_CAP else config.num_assistant_tokens
+        self.max_proposals = min(filter(None, (drafter.config.num_proposals, num_assistant_tokens, asked)))
         self.max_length = self.stopping.max_length
         self.collector = Collector(config, self.num_rows, self.prompt_columns, prompt.num_hidden)
         anchor_position = prompt.positions[:, -1:] + 1
@@ -261,11 +261,17 @@ class Decoding:
         caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
 
     def statistics(self) -> GenerationStatistics:
-        """The numbers of the call, once it is over."""
-        rounds = []
+        """
+        The numbers of the call, once it is over. Where rows are written on until the last one has stopped, what is cut
+        off in the end does not count.
+        """
+        rounds, room = [], [self.state.texts.ids.shape[1] - self.prompt_columns - 1] * self.num_rows
         for width, counts, *marks in self.marks:
             seconds = [self.watch.seconds(a, b) / len(counts) for a, b in pairwise(marks)]
-            rounds += [RoundRecord(width, accepted, committed, *seconds, row) for row, accepted, committed in counts]
+            for row, accepted, committed in counts:
+                used = min(committed, room[row])
+                room[row] -= used
+                rounds += [RoundRecord(width, accepted, used, *seconds, row)] if used else []
         return GenerationStatistics(
             self.prompt.num_columns,
             self.watch.seconds(self.start, self.prefilled),

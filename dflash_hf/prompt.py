@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from . import cache as caches
 from . import compat
@@ -71,7 +71,7 @@ class Prompt:
         # Those of the new columns suffice; what stands for the others is not used.
         self.positions = pad(positions, (self.num_columns - positions.shape[1], 0)).expand(len(ids), -1)
         # The loop moves the rows of a batch about, so what they start from is kept for `run_again`.
-        self._before = copy.deepcopy(self.cache) if self.past and len(ids) > 1 else None
+        self._before = copy.deepcopy(self.cache) if len(ids) > 1 else None
 
     def parts(self, size: int | None) -> Iterator[Part]:
         """What the cache does not hold, in parts of `size` columns (all at once)."""
@@ -90,9 +90,11 @@ class Prompt:
             yield Part(inputs, self.positions[:, columns], None if self.mask is None else self.mask[:, columns])
 
     def run_again(self, answer: torch.Tensor) -> Cache:
-        """The cache after the prompt and `answer` `(B, n)`, from the start or from where the given cache was."""
-        cache, steps = self._before or DynamicCache(config=self.target.model.config), answer.shape[1]
+        """The cache after the prompt and `answer` `(B, n)` of several rows, from where the given cache was."""
+        cache, steps = self._before, answer.shape[1]
         inputs = {compat.CACHE: cache, "use_cache": True}
+        if "logits_to_keep" in self.kwargs:  # the target need not give all
+            inputs["logits_to_keep"] = 1
         if self.embeds is None:
             inputs["input_ids"] = torch.cat([self._new(self.ids), answer], dim=1)
         else:

@@ -15,9 +15,11 @@ from oracles import (
     square_target,
 )
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 
 import dflash_hf
 from dflash_hf import compat
+from dflash_hf.cache import _move_right
 from dflash_hf.decoding import Decoding
 
 
@@ -283,3 +285,47 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(rows, monkeypatch):
     )
     assert torch.equal(found, full) and len({r.accepted for r in drafter.last_statistics.rounds}) > 1
     assert lengths and all(held == needed for held, needed in lengths)
+
+
+AUTOREGRESSIVE = {"drafting": "autoregressive", "sample_from_anchor": True, "causal_layers": [True]}
+
+
+@pytest.mark.parametrize("fields", [{}, AUTOREGRESSIVE], ids=["parallel", "autoregressive"])
+def test_proposals_of_rows_together_are_those_of_each_alone(fields, monkeypatch):
+    target, inputs = square_target(), ragged(7, 3, 10)
+    full = plain(target, **inputs, max_new_tokens=16, do_sample=False)
+    drafter, proposed, draft = drafter_for(target, 4, **fields), {}, Decoding.draft
+
+    def noting(self, width):
+        """Notes what is proposed; in row b of several, b proposals are then made right."""
+        proposals, q = draft(self, width)
+        for entry, row in enumerate(self.state.texts.rows):
+            end = self.state.texts.ends[row]
+            proposed[row, end - self.prompt_columns] = proposals[entry].tolist()
+            right = full[row, end : end + min(row, width)]
+            proposals[entry, : len(right)] = right
+        return proposals, q
+
+    monkeypatch.setattr(Decoding, "draft", noting)
+    options = {"max_new_tokens": 16, "do_sample": False, "custom_generate": dflash_hf.custom_generate(drafter)}
+    assert torch.equal(target.generate(**inputs, **options), full)
+    together = dict(proposed)
+    for row, length in enumerate([7, 3, 10]):
+        proposed.clear()
+        target.generate(prompt_of(length, seed=row), **options)
+        both = [
+            (tokens, proposed[0, end]) for (r, end), tokens in together.items() if r == row and (0, end) in proposed
+        ]
+        assert len(both) > 3
+        for ours, alone in both:
+            width = min(len(ours), len(alone))  # the slowest row decides the width
+            assert ours[:width] == alone[:width]
+
+
+def test_keys_and_values_of_different_widths_move_alike():
+    layer = DynamicLayer()
+    keys, values = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4), torch.arange(2 * 3 * 5 * 2.0).view(2, 3, 5, 2)
+    layer.update(keys, values)
+    _move_right(layer, torch.tensor([[0], [2]]))
+    for moved, before in ((layer.keys, keys), (layer.values, values)):
+        assert torch.equal(moved[0], before[0]) and torch.equal(moved[1, :, 2:], before[1, :, :3])

@@ -17,7 +17,7 @@ from oracles import (
     script,
     square_target,
 )
-from test_batches import ragged
+from test_batches import StopAfter, ragged
 from transformers import DynamicCache
 
 import dflash_hf
@@ -90,7 +90,7 @@ def test_drafter_goes_on_from_its_own_memory_of_the_earlier_turn():
     assert together.shape[1] == text.shape[1] - 1
 
 
-@pytest.mark.parametrize("how", ["as it is", "copied", "pickled", "cropped"])
+@pytest.mark.parametrize("how", ["as it is", "copied", "pickled", "cropped", "cropped to less than the window"])
 @pytest.mark.parametrize("fields", [{}, SLIDING], ids=["full", "sliding"])
 def test_proposals_after_a_kept_cache_are_those_from_scratch(monkeypatch, fields, how):
     target = square_target()
@@ -100,8 +100,8 @@ def test_proposals_after_a_kept_cache_are_those_from_scratch(monkeypatch, fields
         decode(target, drafter, ids, **{compat.CACHE: copy.deepcopy(cache)})
     if how == "pickled":
         cache = pickle.loads(pickle.dumps(cache))
-    if how == "cropped":
-        cache.crop(-4)
+    if how.startswith("cropped"):
+        cache.crop(-4 if how == "cropped" else -19)
         ids = torch.cat([ids[:, : cache.get_seq_length()], prompt_of(3, seed=5)], dim=1)
     proposed, draft = [], Decoding.draft
 
@@ -115,7 +115,7 @@ def test_proposals_after_a_kept_cache_are_those_from_scratch(monkeypatch, fields
     kept, proposed[:] = list(proposed), []
     assert decode(target, drafter, ids).tolist() == again.tolist()
     # A sliding layer cannot give back what it has forgotten, so after a crop that drafter begins anew.
-    assert (kept == proposed) is not (how == "cropped" and bool(fields))
+    assert (kept == proposed) is not (how.startswith("cropped") and bool(fields))
 
 
 @pytest.mark.parametrize("other", ["geometry", "rows", "tokens"])
@@ -136,12 +136,14 @@ def test_memory_of_something_else_is_not_taken(other):
     assert decode(target, drafter, ids, **inputs, **{compat.CACHE: cache}).tolist() == expected.tolist()
 
 
-def test_cache_of_the_callers_is_filled_in_place():
-    target = square_target()
+@pytest.mark.parametrize("typed", [True, False], ids=["layers of the target's kinds", "full layers"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_cache_of_the_callers_is_filled_in_place(family, typed):
+    target = square_target(family)
     drafter = drafter_for(target, 4)
     for batch in (1, 3):
         inputs = ragged(*[6, 4, 9][:batch])
-        ours, theirs = DynamicCache(config=target.config), DynamicCache(config=target.config)
+        ours, theirs = (DynamicCache(config=target.config) if typed else DynamicCache() for _ in range(2))
         text = target.generate(
             **inputs, **GREEDY, **{compat.CACHE: ours}, custom_generate=dflash_hf.custom_generate(drafter)
         )
@@ -149,7 +151,25 @@ def test_cache_of_the_callers_is_filled_in_place():
         assert ours.get_seq_length() == theirs.get_seq_length() == text.shape[1] - 1
         first = int((inputs["attention_mask"] == 0).sum(1).max())
         for a, b in zip(ours.layers, theirs.layers, strict=True):
+            assert type(a) is type(b) and a.keys.shape == b.keys.shape
             torch.testing.assert_close(a.keys[:, :, first:], b.keys[:, :, first:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_prompt_as_embeddings_after_a_kept_cache(batch):
+    target, inputs = square_target(), ragged(*[9, 4, 6][:batch])
+    embeds, mask = target.get_input_embeddings()(inputs["input_ids"]).detach(), inputs["attention_mask"]
+    full = plain(target, **inputs, **GREEDY)
+    for run in (plain, lambda target, *args, **options: decode(target, drafter_for(target, 4), *args, **options)):
+        cache = DynamicCache(config=target.config)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :5]
+        with torch.no_grad():
+            target(
+                inputs["input_ids"][:, :5], attention_mask=mask[:, :5], position_ids=positions, **{compat.CACHE: cache}
+            )
+        text = run(target, inputs_embeds=embeds, attention_mask=mask, **GREEDY, **{compat.CACHE: cache})
+        assert text.tolist() == full[:, 9:].tolist()
+        assert cache.get_seq_length() == full.shape[1] - 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -298,6 +318,49 @@ def test_hidden_states_and_attentions_are_those_of_plain_decoding(family, length
                     queries = slice(offset[row], None) if token == 0 else slice(None)
                     at = (row, queries) if name == "hidden_states" else (row, slice(None), queries)
                     torch.testing.assert_close(x[at], y[at], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("given", ["new ids", "embeddings"])
+def test_states_when_the_prompt_is_not_among_the_ids(family, given):
+    target = square_target(family, attention="eager")
+    ids, results = prompt_of(19), []
+    options = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
+    script(drafter := drafter_for(target, 4), target, plain(target, ids, **GREEDY), at_rate(0.3))
+    for run in (plain, lambda target, *args, **options: decode(target, drafter, *args, **options)):
+        if given == "new ids":
+            kept = {compat.CACHE: filled(target, ids[:, :12]), "attention_mask": torch.ones_like(ids)}
+            results.append(run(target, ids[:, 12:], **options, **kept))
+        else:
+            results.append(run(target, inputs_embeds=target.get_input_embeddings()(ids).detach(), **options))
+    expected, found = results
+    assert torch.equal(expected.sequences, found.sequences)
+    for name in ("hidden_states", "attentions"):
+        for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
+
+
+def test_what_is_returned_ends_where_the_text_does_without_an_end_token():
+    """A criterion stops a single row inside a block."""
+    target, ids = square_target(), prompt_of(5)
+    full = plain(target, ids, **GREEDY)
+    script(drafter := drafter_for(target, 8), target, full)
+    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAfter(5 + 11)]}
+    found = decode(target, drafter, ids, **options)
+    assert torch.equal(found.sequences, full[:, :16]) and found[compat.CACHE].get_seq_length() == 15
+    assert found.acceptance_lengths == [[8, 2]] and found.statistics.new_tokens == 11
+
+
+def test_statistics_of_rows_that_stop_without_an_end_token(rows):
+    target, inputs = square_target(), ragged(5, 5)
+    full = plain(target, **inputs, **GREEDY)
+    script(drafter := drafter_for(target, 8), target, full, rows=rows)
+    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAfter(5 + 4, 5 + 11)]}
+    method = dflash_hf.custom_generate(drafter)
+    found = target.generate(**inputs, **options, custom_generate=method)
+    assert torch.equal(found.sequences, full[:, :16])
+    assert found.acceptance_lengths == [[8, 2], [8, 2]] and found.statistics.new_tokens == 22
 
 
 def test_states_are_left_out_unless_asked_for():

@@ -207,6 +207,13 @@ def test_number_of_proposals_can_be_capped(way):
         assert text[0, 3:].tolist() == [ECHO] * 17
 
 
+def test_cap_of_twenty_that_is_asked_for_is_not_taken_for_the_default():
+    target, drafter = echo_pair(32)
+    method = dflash_hf.custom_generate(drafter, num_assistant_tokens=20)
+    target.generate(prompt_of(3), custom_generate=method, max_new_tokens=60, do_sample=False)
+    assert drafter.last_statistics.rounds[0].proposed == 20
+
+
 def test_capped_proposals_are_those_of_the_trained_block():
     target, ids, full = greedy()
     drafter = drafter_for(target, 8)

@@ -15,11 +15,19 @@ from oracles import (
     script,
     square_target,
 )
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 import dflash_hf
-from dflash_hf import memory
+from dflash_hf import memory, verification
+from dflash_hf.decoding import Decoding
 
 
 VERIFIERS = ["block", "rejection", "match"]
@@ -184,6 +192,58 @@ def test_what_may_remember_is_named_in_a_warning(caplog, monkeypatch):
         decode(target, drafter_for(target), prompts(1), logits_processor=[Automaton(6)], **options)
     assert [record.message.split()[0] for record in caplog.records] == ["test_memory.Automaton"]
     assert "snapshot" in caplog.text and "stateless" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["transformers_cfg.processor", "transformers_modules.repo", "__main__"])
+def test_classes_of_other_packages_may_remember(name):
+    mine = type("Mine", (LogitsProcessor,), {"__module__": name})()
+    assert memory.remembering([mine, TopKLogitsWarper(2)]) == [mine]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_subclass_of_a_warper_may_look_at_the_text(batch, scripted):
+    class OddTokens(TemperatureLogitsWarper):
+        """Every other token is odd."""
+
+        stateless = True
+
+        def __call__(self, input_ids, scores):
+            allowed = torch.arange(scores.shape[1]) % 2 == input_ids.shape[1] % 2
+            return scores.masked_fill(~allowed, -float("inf"))
+
+    target, inputs = square_target(), prompts(batch)
+    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": LogitsProcessorList([OddTokens(1.0)])}
+    full = plain(target, **inputs, **options)
+    assert torch.equal(decode(target, scripted(target, inputs, full, at_rate(0.3)), inputs, **options), full)
+
+
+def test_each_slot_has_a_law_of_its_own_also_one_by_one(monkeypatch):
+    """The drafter draws slot i from another law than slot j; the target's law is a row of a table."""
+    laws = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.1, 0.7]])
+    truth = torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+    class Table(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, -float("inf")).index_copy(
+                1, torch.arange(4), truth.log().expand(len(scores), 4)
+            )
+
+    def draft(self, width):
+        q = torch.zeros(len(self.state.anchor), width, 64)
+        q[..., :4] = laws[:width]
+        self.state.absorbed() if self.state.context.shape[1] == 0 else self.absorb()
+        return verification.draw(q), q
+
+    monkeypatch.setattr(Decoding, "draft", draft)
+    target, counts = square_target(num_hidden_layers=2), torch.zeros(4)
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.ones(4, 1, dtype=torch.long), "attention_mask": torch.ones(4, 1, dtype=torch.long)}
+    for _ in range(2):
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": 400, "logits_processor": [Table()]}
+        texts = decode(target, drafter_for(target, 4), inputs, **options)
+        counts += torch.bincount(texts[:, 1:].flatten(), minlength=4)
+    statistic = ((counts - counts.sum() * truth) ** 2 / (counts.sum() * truth)).sum()
+    assert counts.sum() == 3200 and statistic < 16.3  # p = 0.001 with three degrees of freedom
 
 
 # ------------------------------------------------------------------------------------------------------------ criteria

@@ -556,3 +556,10 @@ def test_rejection_refuses_half_precision():
     for laws in ((p.bfloat16(), q), (p, q.bfloat16()), (p.bfloat16(), q.bfloat16())):
         with pytest.raises(TypeError, match=r"both must be torch\.float32"):
             rejection(*laws, torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_block_rejects_an_impossible_token_even_by_a_uniform_of_zero(monkeypatch):
+    p, q = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]), torch.tensor([[[0.5, 0.5]]])
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: torch.zeros(*shape, dtype=kwargs.get("dtype")))
+    assert block(p, q, torch.tensor([[1]])).accepted.tolist() == [0]
+    assert block(p, q, torch.tensor([[0]])).accepted.tolist() == [1]
