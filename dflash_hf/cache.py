@@ -1,5 +1,6 @@
 """The only room that touches the inside of caches: what can be rolled back, and how."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,11 @@ def check_can_roll_back(cache: Cache | None) -> None:
     """
     if cache is None:
         raise ValueError("use_cache=False: DFlash keeps a cache of committed tokens; leave use_cache at True.")
+    if cache.offloading:
+        raise ValueError(
+            "cache_implementation='offloaded': DFlash rolls back and moves what a cache holds, and knows only how to "
+            "where that stays on the device; leave it out."
+        )
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
@@ -58,6 +64,22 @@ def crop_to(cache: Cache, length: int) -> None:
     for layer in cache.layers:
         if layer.is_initialized and (getattr(layer, "record_past", False) or layer.get_seq_length() > length):
             layer.crop(min(0, length - layer.get_seq_length()))
+
+
+def aside(cache: Cache) -> Cache:
+    """
+    What the cache holds now, whatever is done to it later.
+
+    Only references are copied: keys and values are replaced, never changed in place.
+    """
+    kept = copy.copy(cache)
+    kept.layers = [copy.copy(layer) for layer in cache.layers]
+    return kept
+
+
+def replace(cache: Cache, other: Cache) -> None:
+    """Let `cache` hold what `other` holds."""
+    cache.layers = other.layers
 
 
 class AlignedCache:

@@ -3,7 +3,8 @@ The loop: draft, verify, commit.
 
 At the start of every round each text ends with its anchor, which the target has not seen as input yet; the target's
 cache holds exactly the tokens before it; the drafter's cache and the pending context together cover the same tokens.
-The rows of a batch are accepted at their own pace, and one that has ended is dropped.
+The rows of a batch are accepted at their own pace, unless something must be asked as plain decoding asks it, and one
+that has ended is dropped.
 """
 
 from itertools import pairwise
@@ -50,13 +51,17 @@ class Decoding:
         self.num_rows, self.prompt_columns = prompt.ids.shape
         self.head = ProposalHead(drafter, target)
         self.layer_ids, self.mask_token_id = drafter.config.target_layer_ids, drafter.config.mask_token_id
-        self.processing = Processing(processors)
-        self.stopping = Stopping(criteria)
+        # What follows the end of a text, as `generate` settled it.
+        self.pad_id = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+        self.stopping = Stopping(criteria, self.pad_id)
+        self.processing = Processing(processors, self.stopping.end_ids, self.pad_id)
         self.config = config
-        # Processors that remember are shown what plain decoding shows them: slot by slot, all rows at one pace. So are
-        # such criteria, which of one row see nothing else anyway.
-        asked_together = self.stopping.others if self.num_rows > 1 else ()
-        self.one_by_one = bool(self.processing.remembering or memory.remembering(asked_together))
+        # Where something must be asked as in plain decoding, slot by slot, all rows at one pace. Criteria see nothing
+        # else of a single row anyway.
+        together = memory.asked_as_plain(
+            self.stopping.others if self.num_rows > 1 else (), "the rows of a batch keep one pace"
+        )
+        self.one_by_one = bool(self.processing.as_plain or together)
         self.sampling = config.do_sample
         self.verifier = verifier
         self.drawing = self.sampling and options.VERIFIERS[verifier]
@@ -72,11 +77,8 @@ class Decoding:
             anchor_position=anchor_position,
             last_position=anchor_position + (self.max_length - self.prompt_columns - 2),
         )
-        # Plain decoding pads a row that has ended only where there are end tokens. Where there are none, rows are
-        # written on until the last one has stopped.
-        self.pads = bool(self.stopping.eos_ids) or self.num_rows == 1
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
-        self.pad_id = ends[0] if config.pad_token_id is None else config.pad_token_id
+        # Without end tokens, rows are written on until the last one has stopped, as in plain decoding.
+        self.pads = self.stopping.pads or self.num_rows == 1
         self.stopped: list[int | None] = [None] * self.num_rows  # columns at which each row stopped
         self.streamer, self.streamed = streamer, self.prompt_columns
         self.watch = Stopwatch(target.device)
@@ -138,14 +140,14 @@ class Decoding:
         self.commit(context, committed)
         self._go_on()
         counts = list(zip(rows, accepted, committed, strict=True))
-        self.marks.append((width, counts, start, drafted, verified, self.watch.mark()))
+        self.marks.append((proposals.shape[1], counts, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Propose the next `width` tokens.
+        Propose the next tokens, at most `width`.
 
         Returns:
-            `(proposals, q)`: ids `(rows, width)`, and where they are drawn, their law, `(rows, width, V)`.
+            `(proposals, q)`: ids `(rows, n)`, and where they are drawn, their law, `(rows, n, V)`.
         """
         state = self.state
         if width == 0:
@@ -162,13 +164,18 @@ class Decoding:
         return proposals, q
 
     def _draft_one_by_one(self, width: int, fresh: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A forward for each proposal; the draft cache holds the block's earlier slots meanwhile."""
+        """A forward for each proposal; the drafter's cache holds the block's earlier slots meanwhile."""
         tokens, laws = self.state.anchor, []
         for i in range(width):
             texts = self.state.texts.followed_by(tokens[:, 1:])
             proposal, q = self._propose(texts, self._denoise(tokens[:, -1:], fresh, start=i))
             tokens = torch.cat([tokens, proposal], dim=1)
             laws.append(q)
+            # What must be asked as in plain decoding is not asked behind the end of a text.
+            if self.processing.as_plain and not self.stopping.end_ids.isdisjoint(proposal.flatten().tolist()):
+                break
+            if not proposal.numel():
+                break
         return tokens[:, 1:], torch.cat(laws, dim=1) if self.drawing else None
 
     def _denoise(self, ids: torch.Tensor, fresh: int | torch.Tensor, *, start: int = 0) -> torch.Tensor:
@@ -194,9 +201,10 @@ class Decoding:
         """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
         device = texts.ids.device
         logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
-        if not self.drawing and not self.processing.drafts:
+        if not self.drawing and not self.processing.for_drafts:
             return self.head.greedy(logits).to(device), None
-        logits = self.head.over_vocabulary(logits, self.target.num_logits).to(device)
+        # A drafter that overflows must not spoil the law of slots that are fine.
+        logits = self.head.over_vocabulary(logits.nan_to_num(), self.target.num_logits).to(device)
         if not self.drawing:
             return self.processing.walk(texts, logits, lambda scores: scores.argmax(-1))[0], None
         proposals, scores = self.processing.walk(texts, logits, lambda s: verification.draw(s.softmax(-1)))
@@ -222,7 +230,7 @@ class Decoding:
 
     def commit(self, context: torch.Tensor, committed: list[int]) -> None:
         """
-        Move both caches and the pending context to the new anchors.
+        Move the target's cache, the anchors and the pending context on.
 
         Args:
             context (`torch.Tensor` of shape `(rows, width + 1, M * H)`): of the block.
@@ -236,7 +244,7 @@ class Decoding:
         if state.context.shape[1] == 0:
             state.context, state.context_positions = context, positions
             state.context_mask, state.context_ends = mask, committed
-        elif self.num_rows == 1:  # nothing was drafted, since the text has ended; its last context may still be left
+        elif self.num_rows == 1:  # nothing was drafted, since the text ends here; its last context may still be left
             state.context = torch.cat([state.context, context], dim=1)
             state.context_positions = torch.cat([state.context_positions, positions], dim=1)
             state.context_ends = [state.context.shape[1]]
@@ -253,8 +261,7 @@ class Decoding:
         """
         state = self.state
         if self.num_rows > 1:
-            answer = state.texts.ids[:, self.prompt_columns : -1]
-            state.target.cache.layers = self.prompt.run_again(answer).layers
+            self.prompt.run_again(state.texts.ids[:, self.prompt_columns : -1], self.config.prefill_chunk_size)
             return
         if state.context.shape[1]:
             self.absorb()
@@ -382,7 +389,7 @@ class Decoding:
 
         Returns:
             `(block, accepted, tokens)`: ids `(rows, n + 1)` that begin with what is kept and the target's own token,
-            how many proposals of each row are kept, and `block` as lists.
+            how many proposals of each row are kept, and `block` as lists. Only here does a round wait for the device.
         """
         if self.drawing:
             jointly = self.verifier == "block" and not self.one_by_one  # which needs the scores of all slots
@@ -392,7 +399,6 @@ class Decoding:
             verdict = verification.match(self._choose(scores), proposals)
         block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
         block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-        # The one point of a round where the device has to be waited for.
         numbers = torch.cat([verdict.accepted.unsqueeze(1), block], dim=1).tolist()
         return block, [accepted for accepted, *_ in numbers], [tokens for _, *tokens in numbers]
 
@@ -447,13 +453,16 @@ def decode(
             decoding.prefill(taps)
             while decoding.state.texts.rows:
                 decoding.round(taps)
+    except BaseException:
+        prompt.put_back()
+        raise
     finally:
         caches.stop_recording(prompt.cache)
     if streamer is not None:
         streamer.end()
     drafter.last_statistics = statistics = decoding.statistics()
     as_dict = generation_config.return_dict_in_generate
-    if as_dict or getattr(prompt.cache, "_is_user_defined", False):  # so transformers marks a cache of the caller's
+    if as_dict or compat.is_of_the_caller(prompt.cache):
         decoding.leave_cache()
     ids = decoding.state.texts.ids
     return decoding.collector.result(ids, prompt.cache, statistics) if as_dict else ids

@@ -118,24 +118,27 @@ class Processing:
 
     Args:
         processors (`LogitsProcessorList`): as `generate` prepared them.
+        end_ids (`set[int]`): tokens that end a text.
+        pad_id (`int`): what follows them.
 
     Attributes:
-        remembering (`list`): those that may remember what they are shown.
-        drafts (`bool`): whether there are any that can be applied to drafts.
+        as_plain (`list`): those that must be asked what plain decoding asks them, slot by slot.
+        for_drafts (`LogitsProcessorList`): those that may be asked ahead.
     """
 
-    def __init__(self, processors: LogitsProcessorList):
-        self.processors = processors
-        self.pointwise = all(type(processor) in _POINTWISE for processor in processors)
-        self.remembering = memory.remembering(processors)
-        self.drafts = len(processors) > 0 and all(map(memory.can_go_back, self.remembering))
-
-    def __bool__(self) -> bool:
-        return len(self.processors) > 0
+    def __init__(self, processors: LogitsProcessorList, end_ids: set[int], pad_id: int):
+        self.processors, self.end_ids, self.pad_id = processors, end_ids, pad_id
+        self.as_plain = memory.asked_as_plain(
+            processors,
+            "drafts are made without it, unless it has `snapshot()` and `restore(snapshot)`, and the rows of a batch "
+            "keep one pace",
+        )
+        stuck = [processor for processor in self.as_plain if not memory.can_go_back(processor)]
+        self.for_drafts = LogitsProcessorList([processor for processor in processors if processor not in stuck])
 
     def trial(self) -> AbstractContextManager:
         """What processors are shown in this context, they forget afterwards."""
-        return memory.on_trial(self.remembering if self.drafts else ())
+        return memory.on_trial([processor for processor in self.as_plain if processor in self.for_drafts])
 
     def __call__(self, texts: Texts, logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         """
@@ -150,45 +153,64 @@ class Processing:
         Returns:
             `torch.Tensor` of shape `(rows, n, V)`, float32. `logits` is left as it was.
         """
-        if not self:
+        if not self.processors:
             return logits
-        if self.pointwise:
+        if _pointwise(self.processors):
             return self.processors(texts.ids, logits.flatten(0, 1).clone()).view_as(logits)
-        ids = texts.with_block(block)
-        return torch.stack([self._at(texts, ids, i, logits[:, i]) for i in range(logits.shape[1])], dim=1)
+        ids, slots = texts.with_block(block, self.pad_id), range(logits.shape[1])
+        return torch.stack([_at(self.processors, texts, ids, i, logits[:, i]) for i in slots], dim=1)
 
     def walk(
         self, texts: Texts, logits: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Scores of n slots of a draft, of which each follows what was picked in the one before. Where `drafts` is false,
-        they are as they come.
+        Scores of the slots of a draft, of which each follows what was picked in the one before.
+
+        The draft is cut before the first slot for which a row is left without any token (of a shortlist), and where
+        all rows have ended.
 
         Args:
+            logits (`torch.Tensor` of shape `(rows, n, V)`, float32): of the drafter.
             pick: from scores `(..., V)` to tokens `(...)`.
 
         Returns:
-            `(tokens, scores)` of shapes `(rows, n)` and `(rows, n, V)`.
+            `(tokens, scores)` of shapes `(rows, m)` and `(rows, m, V)`, m at most n.
         """
-        if not self.drafts or self.pointwise:
-            scores = self(texts, logits, texts.ids[:, :0]) if self.drafts else logits
+        if _pointwise(self.for_drafts):
+            scores = self.for_drafts(texts.ids, logits.flatten(0, 1).clone()).view_as(logits)
             return pick(scores), scores
         tokens, slots = texts.ids.new_empty(len(texts.rows), 0), []
+        ends = torch.tensor(sorted(self.end_ids), dtype=tokens.dtype, device=tokens.device)
+        ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         for i in range(logits.shape[1]):
-            slots.append(self._at(texts, texts.with_block(tokens), i, logits[:, i]))
-            tokens = torch.cat([tokens, pick(slots[-1]).unsqueeze(1)], dim=1)
-        return tokens, torch.stack(slots, dim=1)
+            ids = texts.with_block(tokens, self.pad_id)
+            scores = _at(self.for_drafts, texts, ids, i, logits[:, i])
+            if not (scores.amax(-1) > -torch.inf).all():
+                break
+            picked = torch.where(ended, self.pad_id, pick(scores))
+            slots.append(scores)
+            tokens, ended = torch.cat([tokens, picked.unsqueeze(1)], dim=1), ended | torch.isin(picked, ends)
+            if ended.all():
+                break
+        return tokens, torch.stack(slots, dim=1) if slots else logits[:, :0]
 
-    def _at(self, texts: Texts, ids: torch.Tensor, offset: int, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `(rows, V)` of the slot `offset` tokens after the end of each row, in `ids` `(B, columns)`."""
-        result = torch.empty_like(scores)
-        for end, entries in texts.groups():
-            if len(entries) == ids.shape[0]:  # all rows, a single one above all: nothing to take apart
-                return self.processors(ids[:, : end + offset], scores.clone())
-            whole = scores.new_zeros(ids.shape[0], scores.shape[-1])
-            whole[texts.rows] = scores
-            result[entries] = self.processors(ids[:, : end + offset], whole)[[texts.rows[i] for i in entries]]
-        return result
+
+def _pointwise(processors: LogitsProcessorList) -> bool:
+    return all(type(processor) in _POINTWISE for processor in processors)
+
+
+def _at(
+    processors: LogitsProcessorList, texts: Texts, ids: torch.Tensor, offset: int, scores: torch.Tensor
+) -> torch.Tensor:
+    """Scores `(rows, V)` of the slot `offset` tokens after the end of each row, in `ids` `(B, columns)`."""
+    result = torch.empty_like(scores)
+    for end, entries in texts.groups():
+        if len(entries) == ids.shape[0]:  # all rows, a single one above all: nothing to take apart
+            return processors(ids[:, : end + offset], scores.clone())
+        whole = scores.new_zeros(ids.shape[0], scores.shape[-1])
+        whole[texts.rows] = scores
+        result[entries] = processors(ids[:, : end + offset], whole)[[texts.rows[i] for i in entries]]
+    return result
 
 
 class Stopping:
@@ -196,17 +218,29 @@ class Stopping:
     The caller's stopping criteria, asked after every single token, as plain decoding asks them.
 
     Length and end tokens are decided on the numbers at hand; only other criteria are called, with the whole batch.
+
+    Args:
+        criteria (`StoppingCriteriaList`): as `generate` prepared them.
+        pad_id (`int`): what follows the end of a text.
+
+    Attributes:
+        end_ids (`set[int]`): tokens that end a text.
+        pads (`bool`): whether a row that has ended is padded; if not, rows are written on until the last has stopped.
+        others (`StoppingCriteriaList`): what has to be called.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList):
-        self.max_length = criteria.max_length
-        self.eos_ids: set[int] = set()
+    def __init__(self, criteria: StoppingCriteriaList, pad_id: int):
+        self.max_length, self.pad_id = criteria.max_length, pad_id
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # so decides transformers
+        self.end_ids: set[int] = set()
         self.others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
-                self.eos_ids.update(criterion.eos_token_id.flatten().tolist())
+                self.end_ids.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
+        # Those of transformers look at the text alone.
+        self._scored = any(not type(other).__module__.startswith("transformers.") for other in self.others)
 
     def first_stops(
         self, texts: Texts, block: torch.Tensor, new: list[list[int]], seen: Callable[[int], tuple | None]
@@ -222,13 +256,14 @@ class Stopping:
         starts = [texts.ends[row] for row in texts.rows]
         stops = [self._by_number(start, tokens) for start, tokens in zip(starts, new, strict=True)]
         if self.others:
-            ids = texts.with_block(block)
+            ids = texts.with_block(block, self.pad_id)
             for end, entries in texts.groups():
                 for i in count(1):
                     going = [entry for entry in entries if i <= (stops[entry] or len(new[entry]))]
                     if not going:
                         break
-                    ended = self.others(ids[:, : end + i], seen(end + i)).tolist()
+                    scores = seen(end + i) if self._scored else None
+                    ended = self.others(ids[:, : end + i], scores).tolist()
                     for entry in going:
                         if ended[texts.rows[entry]]:
                             stops[entry] = i
@@ -236,7 +271,7 @@ class Stopping:
 
     def _by_number(self, start: int, new: list[int]) -> int | None:
         for i, token in enumerate(new, start=1):
-            if token in self.eos_ids or (self.max_length is not None and start + i >= self.max_length):
+            if token in self.end_ids or (self.max_length is not None and start + i >= self.max_length):
                 return i
         return None
 
@@ -259,22 +294,26 @@ class Forward:
     attentions: tuple[torch.Tensor, ...] | None = None
     windows: list[int | None] | None = None
 
-    def states(self, name: str, entry: int, slot: int, num_columns: int) -> tuple[torch.Tensor, ...]:
+    def states(self, name: str, entry: int, slot: int, num_columns: int) -> tuple[torch.Tensor | None, ...]:
         """
         `hidden_states` or `attentions` of one slot of one row, as a forward of plain decoding gives them: there, the
         slot is the last of `num_columns` columns.
         """
         tensors = getattr(self, name)
+        if not tensors:  # as some attention backends have it
+            return ()
         if self.windows is None:
-            return tuple(tensor[entry].clone() for tensor in tensors)
-        if name == "hidden_states":
-            return tuple(tensor[entry, slot : slot + 1].clone() for tensor in tensors)
-        stop = tensors[0].shape[2] - slot - 1  # columns of later slots
-        keys = [num_columns if window is None else min(num_columns, window) for window in self.windows]
-        return tuple(
-            tensor[entry, :, slot : slot + 1, tensor.shape[3] - stop - n : tensor.shape[3] - stop].clone()
-            for tensor, n in zip(tensors, keys, strict=True)
-        )
+            parts = [tensor if tensor is None else tensor[entry] for tensor in tensors]
+        elif name == "hidden_states":
+            parts = [tensor if tensor is None else tensor[entry, slot : slot + 1] for tensor in tensors]
+        else:
+            stops = [tensor.shape[3] - (tensor.shape[2] - slot - 1) for tensor in tensors]  # without later slots
+            keys = [num_columns if window is None else min(num_columns, window) for window in self.windows]
+            parts = [
+                tensor[entry, :, slot : slot + 1, stop - n : stop]
+                for tensor, n, stop in zip(tensors, keys, stops, strict=True)
+            ]
+        return tuple(part if part is None else part.clone() for part in parts)
 
 
 class Collector:
@@ -291,8 +330,9 @@ class Collector:
         self.num_rows, self.prompt_columns, self.num_hidden = num_rows, prompt_columns, num_hidden
         wanted = [name for name in ("scores", "logits", "hidden_states", "attentions") if _wanted(config, name)]
         self._kept: dict[str, list[list]] = {name: [[] for _ in range(num_rows)] for name in wanted}
-        # What the target has to be asked for.
-        self.asked = {f"output_{name}": True for name in wanted if name in ("hidden_states", "attentions")}
+        # What the target has to be asked for; hidden states may be a choice of layers.
+        states = [f"output_{name}" for name in wanted if name in ("hidden_states", "attentions")]
+        self.asked = {option: getattr(config, option) for option in states}
 
     def add(self, texts: Texts, counts: list[int], scores: torch.Tensor, forward: Forward, slot: int) -> None:
         """
@@ -348,10 +388,14 @@ def _wanted(config: GenerationConfig, name: str) -> bool:
     return bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
 
 
-def _stacked(entries: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """One entry for each row to one with a dimension for the rows, zeros where a row has `None`."""
-    some = next(entry for entry in entries if entry is not None)
-    if isinstance(some, torch.Tensor):
-        return torch.stack([torch.zeros_like(some) if entry is None else entry for entry in entries])
-    layers = zip(*(entry or map(torch.zeros_like, some) for entry in entries), strict=True)
-    return tuple(map(torch.stack, layers))
+def _stacked(entries: tuple) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+    """One entry for each row to one with a dimension for the rows, zeros where a row has `None` and others do not."""
+    some = next((entry for entry in entries if entry is not None), None)
+    if some is None:
+        return None
+    if isinstance(some, tuple):
+        rows = [[None] * len(some) if entry is None else entry for entry in entries]
+        return tuple(map(_stacked, zip(*rows, strict=True)))
+    if len(entries) == 1:
+        return some.unsqueeze(0)  # not copied
+    return torch.stack([torch.zeros_like(some) if entry is None else entry for entry in entries])

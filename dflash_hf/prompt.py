@@ -1,6 +1,5 @@
 """The prompt of a call, as `generate` prepared it: what is run of it, in which parts, and what its columns are."""
 
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +34,8 @@ class Prompt:
     Args:
         target (`Target`): what it is for.
         ids (`torch.LongTensor` of shape `(B, n)`): the whole text or what is new of it; empty if there are embeddings.
-        model_kwargs (`dict`): the rest of what `generate` prepared; mask and positions are of the whole text.
+        model_kwargs (`dict`): the rest of what `generate` prepared; the mask is of the whole text, positions may be of
+            what is new.
         mask_length (`int`, *optional*): of a mask that `generate` left out, because it has no padding.
 
     Attributes:
@@ -70,8 +70,7 @@ class Prompt:
             positions = torch.arange(self.num_columns, device=ids.device).unsqueeze(0)
         # Those of the new columns suffice; what stands for the others is not used.
         self.positions = pad(positions, (self.num_columns - positions.shape[1], 0)).expand(len(ids), -1)
-        # The loop moves the rows of a batch about, so what they start from is kept for `run_again`.
-        self._before = copy.deepcopy(self.cache) if len(ids) > 1 else None
+        self._before = caches.aside(self.cache) if len(ids) > 1 else None  # the loop moves the rows of a batch about
 
     def parts(self, size: int | None) -> Iterator[Part]:
         """What the cache does not hold, in parts of `size` columns (all at once)."""
@@ -89,23 +88,34 @@ class Prompt:
             inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **kwargs)
             yield Part(inputs, self.positions[:, columns], None if self.mask is None else self.mask[:, columns])
 
-    def run_again(self, answer: torch.Tensor) -> Cache:
-        """The cache after the prompt and `answer` `(B, n)` of several rows, from where the given cache was."""
-        cache, steps = self._before, answer.shape[1]
-        inputs = {compat.CACHE: cache, "use_cache": True}
+    def run_again(self, answer: torch.Tensor, size: int | None) -> None:
+        """Leave in the cache what plain decoding of several rows leaves after `answer` `(B, n)`, `size` columns at a
+        time."""
+        self.put_back()
+        more = answer.shape[1]
+        inputs, name = {compat.CACHE: self.cache, "use_cache": True}, "input_ids"
+        source = torch.cat([self._new(self.ids), answer], dim=1)
+        if self.embeds is not None:
+            name, source = "inputs_embeds", torch.cat([self._new(self.embeds), self.target.embed(answer)], dim=1)
         if "logits_to_keep" in self.kwargs:  # the target need not give all
             inputs["logits_to_keep"] = 1
-        if self.embeds is None:
-            inputs["input_ids"] = torch.cat([self._new(self.ids), answer], dim=1)
-        else:
-            inputs["inputs_embeds"] = torch.cat([self._new(self.embeds), self.target.embed(answer)], dim=1)
-        if self.mask is not None:
-            inputs["attention_mask"] = torch.cat([self.mask, self.mask.new_ones(len(answer), steps)], dim=1)
-        if self.target.takes_positions:
-            later = self.positions[:, -1:] + torch.arange(1, steps + 1, device=answer.device)
-            inputs["position_ids"] = torch.cat([self.positions[:, self.past :], later], dim=1)
-        self.target.model(**inputs)
-        return cache
+        mask = None if self.mask is None else pad(self.mask, (0, more), value=1)
+        later = self.positions[:, -1:] + torch.arange(1, more + 1, device=answer.device)
+        positions = torch.cat([self.positions, later], dim=1)
+        total = self.num_columns + more
+        for start in range(self.past, total, size or total):
+            end = min(start + (size or total), total)
+            inputs[name] = source[:, start - self.past : end - self.past]
+            if mask is not None:
+                inputs["attention_mask"] = mask[:, :end]
+            if self.target.takes_positions:
+                inputs["position_ids"] = positions[:, start:end]
+            self.target.model(**inputs)
+
+    def put_back(self) -> None:
+        """Give the cache of several rows back what it held before the call."""
+        if self._before is not None:
+            caches.replace(self.cache, caches.aside(self._before))
 
     def _new(self, source: torch.Tensor) -> torch.Tensor:
         """Of ids or embeddings of the whole text or the new columns, the new columns."""

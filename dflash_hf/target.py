@@ -145,10 +145,10 @@ class Target:
                 self._hook(i, stays=True)
 
     def remove_hooks(self) -> None:
-        """Take off every [`TapHook`]."""
+        """Take off what [`~Target.install_hooks`] put on."""
         for module in (self.embedding, *self.layers):
             for key, hook in list(module._forward_hooks.items()):
-                if isinstance(hook, TapHook):
+                if isinstance(hook, TapHook) and hook.stays:
                     del module._forward_hooks[key]
 
     def _hook(self, layer_id: int, *, stays: bool):
@@ -209,7 +209,8 @@ def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Te
     """
     Take the tapped hidden states out of `taps`, in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
 
-    They are taken out so that a hook that does not fire in the next forward cannot go unnoticed.
+    All are taken out, also those of other drafters, so that none holds a prompt's states longer than needed, and a
+    hook that does not fire in the next forward cannot go unnoticed.
 
     Raises:
         `RuntimeError`: when a hook did not fire.
@@ -220,5 +221,6 @@ def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Te
             f"The forward of the target passed by the hooks of layers {missing}. If the target is compiled, attach "
             "the drafter before the first forward."
         )
-    states = [taps.pop(i) for i in layer_ids]
+    states = [taps[i] for i in layer_ids]
+    taps.clear()
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 from oracles import (
+    Automaton,
     Force,
+    StopAt,
     at_rate,
     counting,
     drafter_for,
@@ -25,8 +27,7 @@ from oracles import (
     square_target,
     word_tokenizer,
 )
-from test_memory import Automaton
-from transformers import DynamicCache, StoppingCriteria, WatermarkingConfig
+from transformers import DynamicCache, WatermarkingConfig
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 import dflash_hf
@@ -35,18 +36,9 @@ from dflash_hf.decoding import Decoding
 
 
 COLUMNS, NEW, BLOCK, END = 9, 16, 4, 62
+STOPS = [COLUMNS + new for new in (5, 11, 3, 8)]
 RATES = {"right": never, "70 %": at_rate(0.3), "wrong": lambda index, slot: True}
 FAMILIES = ["qwen3", "mistral"]
-
-
-class StopAt(StoppingCriteria):
-    """Row b stops at column `COLUMNS + (5, 11, 3, 8)[b]`."""
-
-    def __init__(self, stateless: bool):
-        self.stateless = stateless
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return COLUMNS + torch.tensor([5, 11, 3, 8])[: len(input_ids)] <= input_ids.shape[1]
 
 
 class Recording:
@@ -108,9 +100,9 @@ OPTIONS = {
     "min_new_tokens": Option({"min_new_tokens": 9, "eos_token_id": list(range(1, 40))}, exact=False),
     "eos_token_id, a list": Option(lambda full: {"eos_token_id": [_at(full, 0, 6), _at(full, 1, 11)]}),
     "stop_strings": Option(lambda full: {"stop_strings": [f"<{_at(full, 0, 7)}>"]}),
-    "stopping criterion": Option({"stopping_criteria": [StopAt(True)], "eos_token_id": END}),
+    "stopping criterion": Option({"stopping_criteria": [StopAt(STOPS)], "eos_token_id": END}),
     "stopping criterion that may remember": Option(
-        {"stopping_criteria": [StopAt(False)], "eos_token_id": END}, one_pace=True
+        {"stopping_criteria": [StopAt(STOPS, stateless=False)], "eos_token_id": END}, one_pace=True
     ),
     "max_time": Option({"max_time": 0.0}),
     "repetition_penalty": Option({"repetition_penalty": 1.3}),
@@ -254,7 +246,7 @@ def ends_of(sequences: torch.Tensor, kwargs: dict) -> list[int]:
     for row, text in enumerate(sequences[:, COLUMNS:].tolist()):
         stops = [i + 1 for i, token in enumerate(text) if token in eos]
         if "stopping_criteria" in kwargs:
-            stops.append([5, 11, 3, 8][row])
+            stops.append(STOPS[row] - COLUMNS)
         ends.append(COLUMNS + min([*stops, len(text)]))
     return ends
 

@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    StoppingCriteria,
 )
 
 from dflash_hf import DFlashConfig, DFlashDraftModel
@@ -105,6 +106,46 @@ class Force(LogitsProcessor):
             scores = torch.full_like(scores, -float("inf"))
             scores[:, self.token] = 0.0
         return scores
+
+
+class Automaton(LogitsProcessor):
+    """
+    Allows what an automaton allows that has read the text so far, token by token; it must never be shown a token that
+    it does not allow, nor miss one, nor see one twice. Token t leads from state s to (3 s + t) mod 64.
+    """
+
+    def __init__(self, prompt: int, width: int = 6):
+        self.columns, self.width, self.states, self.asked = prompt, width, None, []
+
+    def allowed(self, state: int) -> list[int]:
+        return [1 + (state + 7 * i) % 62 for i in range(self.width)]
+
+    def __call__(self, input_ids, scores):
+        rows = input_ids.tolist()
+        if self.states is None:
+            self.states = [0] * len(rows)
+        else:
+            for row, text in enumerate(rows):
+                if text[-1] != 0:  # padding of a row that has ended
+                    assert text[-1] in self.allowed(self.states[row]), "shown a token that is not allowed"
+                    self.states[row] = (3 * self.states[row] + text[-1]) % 64
+        assert input_ids.shape[1] == self.columns, "not asked column after column"
+        self.columns += 1
+        self.asked.append(rows)
+        mask = torch.full_like(scores, -float("inf"))
+        for row, state in enumerate(self.states):
+            mask[row, self.allowed(state)] = 0.0
+        return scores + mask
+
+
+class StopAt(StoppingCriteria):
+    """Row b stops at column `columns[b]`."""
+
+    def __init__(self, columns: list[int], stateless: bool = True):
+        self.columns, self.stateless = torch.tensor(columns), stateless
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.columns[: len(input_ids)] <= input_ids.shape[1]
 
 
 # -------------------------------------------------------------------------------------------- scripted drafters

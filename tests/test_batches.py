@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracles import (
+    StopAt,
     at_rate,
     counting,
     drafter_for,
@@ -14,8 +15,9 @@ from oracles import (
     script,
     square_target,
 )
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import EosTokenCriteria
 
 import dflash_hf
 from dflash_hf import compat
@@ -143,18 +145,6 @@ def test_caches_of_all_rows_after_every_round(family, block, rows, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------------- options
-class StopAfter(StoppingCriteria):
-    """Row b stops at the given column."""
-
-    stateless = True
-
-    def __init__(self, *columns: int):
-        self.columns = torch.tensor(columns)
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return self.columns <= input_ids.shape[1]
-
-
 class ForceByRow(LogitsProcessor):
     """In row b, token `10 + b` wherever the text has a length divisible by five."""
 
@@ -175,8 +165,8 @@ OPTIONS = {
     "end tokens": {"eos_token_id": [3, 11, 40, 41, 17, 29]},
     "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5, (7 * len(ids)) % 64, 3 + row % 2]},
     "row by row": {"logits_processor": [ForceByRow()]},
-    "criterion": {"stopping_criteria": [StopAfter(17, 14, 25, 12)]},
-    "criterion and end tokens": {"stopping_criteria": [StopAfter(17, 14, 25, 12)], "eos_token_id": [3, 11, 40]},
+    "criterion": {"stopping_criteria": [StopAt([17, 14, 25, 12])]},
+    "criterion and end tokens": {"stopping_criteria": [StopAt([17, 14, 25, 12])], "eos_token_id": [3, 11, 40]},
     "length": {"max_length": 19, "max_new_tokens": None},
     "one token": {"max_new_tokens": 1},
 }
@@ -329,3 +319,22 @@ def test_keys_and_values_of_different_widths_move_alike():
     _move_right(layer, torch.tensor([[0], [2]]))
     for moved, before in ((layer.keys, keys), (layer.values, values)):
         assert torch.equal(moved[0], before[0]) and torch.equal(moved[1, :, 2:], before[1, :, :3])
+
+
+class OwnEnd(EosTokenCriteria):
+    """A subclass is not known, but has an end token all the same."""
+
+    stateless = True
+
+
+def test_end_tokens_in_other_forms(rows):
+    target, inputs = square_target(), ragged(6, 3)
+    full = plain(target, **inputs, max_new_tokens=20, do_sample=False)
+    eos = int(full[0, 6 + 7])
+    forms = [{"eos_token_id": torch.tensor([eos, 63])}, {"stopping_criteria": [OwnEnd(eos_token_id=eos)]}]
+    for form in forms:
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 5, **form}
+        expected = plain(target, **inputs, **options)
+        drafter = scripted(target, inputs, full, at_rate(0.3), rows)
+        found = target.generate(**inputs, **options, custom_generate=dflash_hf.custom_generate(drafter))
+        assert torch.equal(found, expected)

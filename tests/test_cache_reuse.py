@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from oracles import (
+    StopAt,
     at_rate,
     counting,
     drafter_for,
@@ -17,11 +18,13 @@ from oracles import (
     script,
     square_target,
 )
-from test_batches import StopAfter, ragged
+from packaging.version import Version
+from test_batches import ragged
 from transformers import DynamicCache
 
 import dflash_hf
 from dflash_hf import compat
+from dflash_hf.cache import take_draft
 from dflash_hf.decoding import Decoding
 
 
@@ -129,10 +132,12 @@ def test_memory_of_something_else_is_not_taken(other):
     if other == "rows":
         cache.batch_repeat_interleave(2)
         ids, inputs = ids.repeat(2, 1), {"attention_mask": torch.ones_like(ids).repeat(2, 1)}
-    if other == "tokens":  # the target went on without the drafter
+    if other == "tokens":  # the target went on without the drafter, which then begins anew
         ids = torch.cat([plain(target, ids, **{**GREEDY, compat.CACHE: cache}), prompt_of(2, seed=4)], dim=1)
         inputs = {"attention_mask": torch.ones_like(ids)}
     expected = plain(target, ids, **GREEDY, **inputs)
+    draft = take_draft(copy.copy(cache), drafter.config, len(ids))
+    assert draft.length == draft.cache.get_seq_length() == 0
     assert decode(target, drafter, ids, **inputs, **{compat.CACHE: cache}).tolist() == expected.tolist()
 
 
@@ -346,7 +351,7 @@ def test_what_is_returned_ends_where_the_text_does_without_an_end_token():
     target, ids = square_target(), prompt_of(5)
     full = plain(target, ids, **GREEDY)
     script(drafter := drafter_for(target, 8), target, full)
-    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAfter(5 + 11)]}
+    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAt([5 + 11])]}
     found = decode(target, drafter, ids, **options)
     assert torch.equal(found.sequences, full[:, :16]) and found[compat.CACHE].get_seq_length() == 15
     assert found.acceptance_lengths == [[8, 2]] and found.statistics.new_tokens == 11
@@ -356,11 +361,61 @@ def test_statistics_of_rows_that_stop_without_an_end_token(rows):
     target, inputs = square_target(), ragged(5, 5)
     full = plain(target, **inputs, **GREEDY)
     script(drafter := drafter_for(target, 8), target, full, rows=rows)
-    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAfter(5 + 4, 5 + 11)]}
+    options = {**GREEDY, "return_dict_in_generate": True, "stopping_criteria": [StopAt([5 + 4, 5 + 11])]}
     method = dflash_hf.custom_generate(drafter)
     found = target.generate(**inputs, **options, custom_generate=method)
     assert torch.equal(found.sequences, full[:, :16])
     assert found.acceptance_lengths == [[8, 2], [8, 2]] and found.statistics.new_tokens == 22
+
+
+def test_attentions_of_a_backend_that_has_none_are_empty():
+    target, ids = square_target(attention="sdpa"), prompt_of(6)
+    options = {**GREEDY, "return_dict_in_generate": True, "output_attentions": True}
+    expected, found = plain(target, ids, **options), decode(target, drafter_for(target), ids, **options)
+    assert expected.attentions == found.attentions == ((),) * 15
+
+
+@pytest.mark.skipif(compat.VERSION < Version("5.23"), reason="a choice of hidden states came with 5.23")
+@pytest.mark.parametrize("lengths", [(6,), (6, 3)], ids=str)
+def test_choice_of_hidden_states(lengths):
+    target, inputs = square_target(), ragged(*lengths)
+    options = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": [1, 3]}
+    expected = plain(target, **inputs, **options)
+    method = dflash_hf.custom_generate(drafter_for(target))
+    found = target.generate(**inputs, **options, custom_generate=method)
+    for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
+        assert [x is None for x in a] == [x is None for x in b] == [True, False, True, False]
+        torch.testing.assert_close(a[1][:, -1], b[1][:, -1], atol=1e-4, rtol=1e-3)
+
+
+def test_failure_in_a_batch_leaves_the_callers_cache_as_it_was(rows):
+    target, inputs = square_target(), ragged(9, 4, 6)
+    cache, first = DynamicCache(config=target.config), {name: tensor[:, :5] for name, tensor in inputs.items()}
+    target(**first, position_ids=(first["attention_mask"].cumsum(-1) - 1).clamp(min=0), **{compat.CACHE: cache})
+    before = copy_of(cache)
+    full = plain(target, **inputs, **GREEDY)
+    options = {**GREEDY, "eos_token_id": int(full[0, 12])}  # a row ends and is dropped before the failure
+    drafter, calls = drafter_for(target, 4), []
+    offset = (1 - inputs["attention_mask"]).sum(1).tolist()
+    script(drafter, target, full, at_rate(0.3), offset=offset, rows=rows)
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+
+    hook = drafter.norm.register_forward_hook(fail)
+    method = dflash_hf.custom_generate(drafter)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **options, **{compat.CACHE: cache}, custom_generate=method)
+    assert all(torch.equal(a, b.keys) for a, b in zip(before, cache.layers, strict=True))
+    hook.remove()
+    found = target.generate(**inputs, **GREEDY, **{compat.CACHE: cache}, custom_generate=method)
+    assert torch.equal(found, full)
+
+
+def copy_of(cache) -> list[torch.Tensor]:
+    return [layer.keys.clone() for layer in cache.layers]
 
 
 def test_states_are_left_out_unless_asked_for():

@@ -435,6 +435,14 @@ def test_calls_in_threads_on_a_target_that_is_not_attached():
     assert hooks_of(target) == {}
 
 
+def test_detaching_leaves_calls_that_are_running_alone():
+    target, drafter = square_target(), drafter_for(square_target())
+    text = plain(target, prompt_of(5), **OPTIONS)
+    drafter.norm.register_forward_hook(lambda *_: dflash_hf.detach(target))  # as another thread might
+    method = dflash_hf.custom_generate(drafter)
+    assert target.generate(prompt_of(5), custom_generate=method, **OPTIONS).tolist() == text.tolist()
+
+
 @pytest.fixture
 def dynamo():
     torch._dynamo.reset()

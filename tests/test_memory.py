@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracles import (
+    Automaton,
     Force,
     at_rate,
     counting,
@@ -15,6 +16,7 @@ from oracles import (
     script,
     square_target,
 )
+from torch.nn.functional import pad
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -26,11 +28,13 @@ from transformers import (
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 import dflash_hf
-from dflash_hf import memory, verification
+from dflash_hf import decoding, memory, verification
 from dflash_hf.decoding import Decoding
+from dflash_hf.proposal import ProposalHead
 
 
 VERIFIERS = ["block", "rejection", "match"]
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
 
 def prompts(rows: int) -> dict:
@@ -57,36 +61,6 @@ def scripted(rows):
 def decode(target, drafter, inputs, verifier="block", **options):
     method = dflash_hf.custom_generate(drafter, verifier=verifier)
     return target.generate(**inputs, custom_generate=method, **options)
-
-
-class Automaton(LogitsProcessor):
-    """
-    Allows what an automaton allows that has read the text so far, token by token; it must never be shown a token that
-    it does not allow, nor miss one, nor see one twice. Token t leads from state s to (3 s + t) mod 64.
-    """
-
-    def __init__(self, prompt: int, width: int = 6):
-        self.columns, self.width, self.states, self.asked = prompt, width, None, []
-
-    def allowed(self, state: int) -> list[int]:
-        return [1 + (state + 7 * i) % 62 for i in range(self.width)]
-
-    def __call__(self, input_ids, scores):
-        rows = input_ids.tolist()
-        if self.states is None:
-            self.states = [0] * len(rows)
-        else:
-            for row, text in enumerate(rows):
-                if text[-1] != 0:  # padding of a row that has ended
-                    assert text[-1] in self.allowed(self.states[row]), "shown a token that is not allowed"
-                    self.states[row] = (3 * self.states[row] + text[-1]) % 64
-        assert input_ids.shape[1] == self.columns, "not asked column after column"
-        self.columns += 1
-        self.asked.append(rows)
-        mask = torch.full_like(scores, -float("inf"))
-        for row, state in enumerate(self.states):
-            mask[row, self.allowed(state)] = 0.0
-        return scores + mask
 
 
 class Restorable(Automaton):
@@ -155,18 +129,117 @@ def test_sampled_text_with_an_automaton_stays_in_it():
 
 
 def test_state_comes_back_when_drafting_fails():
-    target, inputs, processor = square_target(), prompts(1), Restorable(6)
-    drafter, calls = drafter_for(target, 5), []
+    class Failing(Restorable):
+        """Fails when it is asked twice with more text than there is, which happens in a draft."""
 
-    def fail(module, args, output):
-        calls.append(processor.snapshot())
-        if len(calls) == 3:
-            raise KeyboardInterrupt
+        committed = 6
 
-    drafter.norm.register_forward_hook(fail)
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > self.committed + 2:
+                raise KeyboardInterrupt
+            return super().__call__(input_ids, scores)
+
+    target, inputs, processor = square_target(), prompts(1), Failing(6)
     with pytest.raises(KeyboardInterrupt):
-        decode(target, drafter, inputs, logits_processor=[processor], max_new_tokens=20, do_sample=False)
-    assert processor.snapshot() == calls[-1]
+        decode(
+            target, drafter_for(target, 5), inputs, logits_processor=[processor], max_new_tokens=20, do_sample=False
+        )
+    assert processor.asked == [inputs["input_ids"].tolist()]  # the prompt's slot is all that was settled
+
+
+class Trie:
+    """A function for `prefix_allowed_tokens_fn` that knows only the beginnings of some texts that end with 63."""
+
+    def __init__(self, texts):
+        self.next = {}
+        for text in texts:
+            for i in range(len(text)):
+                self.next.setdefault(tuple(text[:i]), []).append(text[i])
+
+    def __call__(self, row, ids, *, prompt=9):
+        text = ids[prompt:].tolist()
+        while len(text) > 1 and text[-1] == 0:
+            text.pop()
+        if text[-1:] == [63]:  # in a batch, plain decoding goes on with padding
+            return [0] if len(ids) > prompt + len(text) or tuple(text[:-1]) in self.next else self.next["?"]
+        return self.next[tuple(text)]  # a KeyError for anything else
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_function_that_knows_only_texts_that_plain_decoding_would_write(batch, verifier):
+    texts = [[3, 4, 5, 6, 7, 63], [3, 4, 9, 63], [3, 8, 8, 8, 8, 8, 8, 63], [11, 63]]
+    inputs = {
+        name: torch.cat([tensor[:, :0], pad(tensor, (9 - tensor.shape[1], 0))], 1)
+        for name, tensor in prompts(batch).items()
+    }
+    target, options = (
+        square_target(),
+        {"max_new_tokens": 8, "eos_token_id": 63, "prefix_allowed_tokens_fn": Trie(texts)},
+    )
+    expected = plain(target, **inputs, do_sample=False, **options)
+    for fields in ({}, {"draft_vocab_size": 6}):
+        drafter = drafter_for(target, 5, **fields)
+        assert torch.equal(decode(target, drafter, inputs, verifier, do_sample=False, **options), expected)
+        found = decode(target, drafter, inputs, verifier, do_sample=True, **options)
+        for text in found[:, 9:].tolist():
+            assert text[: text.index(63) + 1] in texts
+
+
+def test_drafts_pass_through_the_processors_beside_one_that_cannot_go_back():
+    """Drafted at another temperature than verified, few tokens would be accepted."""
+    target, inputs = square_target(), prompts(1)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.1)  # a law with many likely tokens
+
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 60, "suppress_tokens": list(range(1, 60))}
+    forwards = []
+    for processors in ([], [Nothing()]):
+        drafter = drafter_for(target, 5)
+        torch.manual_seed(0)
+        decode(target, drafter, inputs, "rejection", logits_processor=LogitsProcessorList(processors), **options)
+        forwards.append(drafter.last_statistics.target_forwards)
+    assert max(forwards) < 35  # of the five tokens that are left, the drafter proposes one of them
+
+
+@pytest.mark.parametrize("kind", ["shortlist", "overflow"])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_slot_without_any_proposal_does_not_bias_the_slots_before_it(monkeypatch, kind, verifier):
+    """In every other slot the drafter has nothing that is allowed, or numbers that are none."""
+    target, drafter = square_target(num_hidden_layers=2), drafter_for(square_target(num_hidden_layers=2), 4)
+    law, other = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+
+    class Alternate(LogitsProcessor):
+        stateless = True
+
+        def __call__(self, input_ids, scores):
+            out = torch.full_like(scores, -float("inf"))
+            if input_ids.shape[1] % 2:
+                out[:, :2] = law.log() if scores[0, 0] != 7.0 else other.log()
+            elif kind == "shortlist":
+                out[:, 40] = 0.0 if scores[0, 0] != 7.0 else -float("inf")
+            else:
+                out[:, :2] = scores[:, :2] if scores.isnan().any() else law.log()
+            return out
+
+    class Head(ProposalHead):
+        def logits(self, hidden):
+            out = torch.full((*hidden.shape[:2], 64), 7.0)
+            if kind == "overflow":
+                out[:, 1::2] = float("nan")
+            return out
+
+    monkeypatch.setattr(decoding, "ProposalHead", Head)
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.ones(4, 1, dtype=torch.long), "attention_mask": torch.ones(4, 1, dtype=torch.long)}
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 500, "logits_processor": [Alternate()]}
+    text = decode(target, drafter, inputs, verifier, **options)[:, 1::2]
+    ones = int((text == 1).sum())
+    assert abs(ones - text.numel() / 2) < 4 * (text.numel() / 4) ** 0.5
 
 
 def test_processor_that_says_it_has_no_memory_is_taken_for_all_slots_at_once():
@@ -190,14 +263,14 @@ def test_what_may_remember_is_named_in_a_warning(caplog, monkeypatch):
     assert not caplog.records
     for _ in range(2):
         decode(target, drafter_for(target), prompts(1), logits_processor=[Automaton(6)], **options)
-    assert [record.message.split()[0] for record in caplog.records] == ["test_memory.Automaton"]
+    assert [record.message.split()[0] for record in caplog.records] == ["oracles.Automaton"]
     assert "snapshot" in caplog.text and "stateless" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["transformers_cfg.processor", "transformers_modules.repo", "__main__"])
 def test_classes_of_other_packages_may_remember(name):
     mine = type("Mine", (LogitsProcessor,), {"__module__": name})()
-    assert memory.remembering([mine, TopKLogitsWarper(2)]) == [mine]
+    assert memory.asked_as_plain([mine, TopKLogitsWarper(2)], "") == [mine]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -260,9 +333,10 @@ class Countdown(StoppingCriteria):
 
 @pytest.mark.parametrize("wrong", [never, at_rate(0.3)])
 @pytest.mark.parametrize("limits", [(7,), (7, 16, 4, 11)], ids=str)
-def test_criterion_that_counts_is_asked_once_for_each_column(limits, wrong, scripted):
+@pytest.mark.parametrize("pad_id", [0, 5])
+def test_criterion_that_counts_is_asked_once_for_each_column(limits, wrong, scripted, pad_id):
     target, inputs = square_target(), prompts(len(limits))
-    options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": 63}
+    options = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": 63, "pad_token_id": pad_id}
     full = plain(target, **inputs, **options)
     asked = []
     for drafter in (None, scripted(target, inputs, full, wrong)):
@@ -294,7 +368,7 @@ def test_synthid_watermark_is_that_of_plain_generate(batch, scripted):
     target, inputs = square_target(), prompts(batch)
     options = {"watermarking_config": config, "max_new_tokens": 16, "do_sample": True, "top_k": 2}
     processors = plain_processors(target, inputs, options)
-    assert any(memory.remembering(processors))
+    assert any(memory.asked_as_plain(processors, ""))
     greedy = {"max_new_tokens": 16, "do_sample": False}
     full = plain(target, **inputs, **greedy, logits_processor=LogitsProcessorList(processors))
     processors = plain_processors(target, inputs, options)
