@@ -66,6 +66,7 @@ class Option:
         kwargs: of `generate`; made anew for each call, from the call's text without the drafter.
         one_pace (`bool`): rows of a batch keep one pace.
         exact (`bool`): the drafter's mistakes stay mistakes, since nothing changes its choices.
+        changes (`bool`): some of four texts is another than without the option.
         more (`Callable`): forwards beside those of the rounds, from the batch and the length of the text.
         cap (`int`, *optional*): most proposals of a round.
     """
@@ -73,6 +74,7 @@ class Option:
     kwargs: Callable[[torch.Tensor], dict] | dict = field(default_factory=dict)
     one_pace: bool = False
     exact: bool = True
+    changes: bool = False
     more: Callable[[int, int], int] = lambda batch, new: 0
     cap: int | None = None
 
@@ -89,47 +91,44 @@ def _at(full: torch.Tensor, row: int, new: int) -> int:
 
 
 def _sampled(**kwargs) -> Option:
+    """One candidate is left, so that the text can be compared; that each shapes the law is for `test_sampling.py`."""
     return Option({"do_sample": True, **kwargs, "top_k": 1})
 
 
 _DICT = {"return_dict_in_generate": True}
 OPTIONS = {
     "nothing else": Option(),
-    "max_length": Option({"max_length": COLUMNS + 13, "max_new_tokens": None}),
-    "max_new_tokens=1": Option({"max_new_tokens": 1}),
-    "min_new_tokens": Option({"min_new_tokens": 9, "eos_token_id": list(range(1, 40))}, exact=False),
-    "eos_token_id, a list": Option(lambda full: {"eos_token_id": [_at(full, 0, 6), _at(full, 1, 11)]}),
-    "stop_strings": Option(lambda full: {"stop_strings": [f"<{_at(full, 0, 7)}>"]}),
-    "stopping criterion": Option({"stopping_criteria": [StopAt(STOPS)], "eos_token_id": END}),
+    "max_length": Option({"max_length": COLUMNS + 13, "max_new_tokens": None}, changes=True),
+    "max_new_tokens=1": Option({"max_new_tokens": 1}, changes=True),
+    "min_new_tokens": Option({"min_new_tokens": 9, "eos_token_id": list(range(1, 40))}, exact=False, changes=True),
+    "eos_token_id, a list": Option(lambda full: {"eos_token_id": [_at(full, 0, 6), _at(full, 1, 11)]}, changes=True),
+    "stop_strings": Option(lambda full: {"stop_strings": [f"<{_at(full, 0, 7)}>"], "eos_token_id": END}, changes=True),
+    "stopping criterion": Option({"stopping_criteria": [StopAt(STOPS)], "eos_token_id": END}, changes=True),
     "stopping criterion that may remember": Option(
-        {"stopping_criteria": [StopAt(STOPS, stateless=False)], "eos_token_id": END}, one_pace=True
-    ),
-    "max_time": Option({"max_time": 0.0}),
-    "repetition_penalty": Option({"repetition_penalty": 1.3}),
+        {"stopping_criteria": [StopAt(STOPS, stateless=False)], "eos_token_id": END}, one_pace=True, changes=True),
+    "max_time": Option({"max_time": 0.0}, changes=True),
+    "repetition_penalty": Option({"repetition_penalty": 1.3}, changes=True),
     "encoder_repetition_penalty": Option({"encoder_repetition_penalty": 1.3}),
-    "no_repeat_ngram_size": Option({"no_repeat_ngram_size": 2}, exact=False),
-    "bad_words_ids": Option(lambda full: {"bad_words_ids": [[_at(full, 0, 3)], [7, 9]]}, exact=False),
-    "sequence_bias": Option({"sequence_bias": [[[7, 8], -9.0], [[20], 3.0]]}, exact=False),
-    "forced_bos_token_id": Option({"forced_bos_token_id": 9}, exact=False),
-    "forced_eos_token_id": Option({"forced_eos_token_id": 5}, exact=False),
-    "suppress_tokens": Option(lambda full: {"suppress_tokens": [_at(full, 0, 3)]}, exact=False),
-    "begin_suppress_tokens": Option(lambda full: {"begin_suppress_tokens": [_at(full, 0, 0)]}),
+    "no_repeat_ngram_size": Option({"no_repeat_ngram_size": 2}, exact=False, changes=True),
+    "bad_words_ids": Option(lambda full: {"bad_words_ids": [[_at(full, 0, 3)], [7, 9]]}, exact=False, changes=True),
+    "sequence_bias": Option({"sequence_bias": [[[7, 8], -9.0], [[20], 3.0]]}, exact=False, changes=True),
+    "forced_eos_token_id": Option({"forced_eos_token_id": 5}, exact=False, changes=True),
+    "suppress_tokens": Option(lambda full: {"suppress_tokens": [_at(full, 0, 3)]}, exact=False, changes=True),
+    "begin_suppress_tokens": Option(lambda full: {"begin_suppress_tokens": [_at(full, 0, 0)]}, changes=True),
     "exponential_decay_length_penalty": Option(
-        {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 11}, exact=False
-    ),
+        {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 11}, exact=False, changes=True),
     "prefix_allowed_tokens_fn": Option(
-        {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5, (7 * len(ids)) % 64, 3]}, exact=False
-    ),
+        {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5, (7 * len(ids)) % 64, 3]},
+        one_pace=True, exact=False, changes=True),
     "remove_invalid_values, renormalize_logits": Option({"remove_invalid_values": True, "renormalize_logits": True}),
-    "watermarking_config": Option({"watermarking_config": WatermarkingConfig(bias=5.0)}, exact=False),
+    "watermarking_config": Option({"watermarking_config": WatermarkingConfig(bias=5.0)}, exact=False, changes=True),
     "watermarking_config (SynthID)": Option(
-        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[5, 9, 13], ngram_len=3)}, one_pace=True
-    ),
-    "guidance_scale": Option({"guidance_scale": 1.6}, one_pace=True, more=lambda batch, new: new),
-    "logits_processor": Option(lambda full: {"logits_processor": [Force(every=4)]}, exact=False),
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[5, 9, 13], ngram_len=3)},
+        one_pace=True, changes=True),
+    "guidance_scale": Option({"guidance_scale": 1.6}, one_pace=True, more=lambda batch, new: new, changes=True),
+    "logits_processor": Option(lambda full: {"logits_processor": [Force(every=4)]}, exact=False, changes=True),
     "logits_processor that remembers": Option(
-        lambda full: {"logits_processor": [Automaton(COLUMNS)]}, one_pace=True
-    ),
+        lambda full: {"logits_processor": [Automaton(COLUMNS)]}, one_pace=True, changes=True),
     "temperature": _sampled(temperature=0.3),
     "top_k": _sampled(),
     "top_p": _sampled(top_p=0.4),
@@ -224,6 +223,7 @@ def check(name: str, family: str, batch: int, rate: str, current_rows: Callable[
         dflash_hf.detach(target)
     forwards = len(calls) - (1 if compat.CACHE in theirs else 0)  # of the earlier turn
     _same(found, expected, ends_of(sequences, option.of(full)))
+    assert not option.changes or batch == 1 or not torch.equal(sequences, full), "the option does nothing"
     if "streamer" in ours:
         assert ours["streamer"].columns() == theirs["streamer"].columns()
     ends = ends_of(sequences, option.of(full))
@@ -245,6 +245,7 @@ def ends_of(sequences: torch.Tensor, kwargs: dict) -> list[int]:
     ends = []
     for row, text in enumerate(sequences[:, COLUMNS:].tolist()):
         stops = [i + 1 for i, token in enumerate(text) if token in eos]
+        stops += [i + 1 for i, token in enumerate(text) if f"<{token}>" in kwargs.get("stop_strings", [])]
         if "stopping_criteria" in kwargs:
             stops.append(STOPS[row] - COLUMNS)
         ends.append(COLUMNS + min([*stops, len(text)]))

@@ -15,7 +15,14 @@ import pytest
 import torch
 from oracles import drafter_for, plain, prompt_of, square_target
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel, Qwen3Config
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationMixin,
+    PreTrainedModel,
+    Qwen3Config,
+    TypicalLogitsWarper,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import dflash_hf
@@ -98,7 +105,10 @@ def sample(pair, verifier, num_tokens, *, seed=0, **options):
     return calls
 
 
-def warped(law, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
+WARPERS = {"typical_p": TypicalLogitsWarper, "epsilon_cutoff": EpsilonLogitsWarper, "eta_cutoff": EtaLogitsWarper}
+
+
+def warped(law, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, **others):
     """What the options make of rows of probabilities, written out; the penalty, where all tokens have been seen."""
     law = law ** (repetition_penalty / temperature)  # the logits are logarithms, all negative
     law = law / law.sum(-1, keepdim=True)
@@ -110,6 +120,8 @@ def warped(law, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_pe
         kept = (ordered.cumsum(-1) - ordered < top_p).float()
         law = law * torch.zeros_like(law).scatter(-1, order, kept)
     law = torch.where(law >= min_p * law.amax(-1, keepdim=True), law, 0.0)
+    for name, value in others.items():
+        law = WARPERS[name](value)(None, law.view(-1, TOKENS).log()).softmax(-1).view_as(law)
     return law / law.sum(-1, keepdim=True)
 
 
@@ -155,7 +167,17 @@ def test_block_verification_commits_more_than_rejection(pair):
     assert means[0] > 1.02 * means[1]
 
 
-OPTIONS = [{"temperature": 0.6}, {"temperature": 1.5}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.8, "top_k": 3}]
+OPTIONS = [
+    {"temperature": 0.6},
+    {"temperature": 1.5},
+    {"top_k": 2},
+    {"top_p": 0.7},
+    {"temperature": 0.8, "top_k": 3},
+    {"min_p": 0.4},
+    {"typical_p": 0.6},
+    {"epsilon_cutoff": 0.17},
+    {"eta_cutoff": 0.35},
+]
 
 
 @pytest.mark.parametrize(
