@@ -340,7 +340,7 @@ def test_failure_at_any_step_of_an_autoregressive_draft_leaves_the_cache_at_the_
 ):
     target, ids, full = greedy()
     drafter = drafter_for(target, BLOCK, **fields(("autoregressive", conditioning, "sliding")))
-    state, left, round_ = [], [BLOCK + step], Decoding.round
+    state, left, round_ = [], [1 + BLOCK + step], Decoding.round  # the prompt, and a round
 
     def raising(*args):
         left[0] -= 1
