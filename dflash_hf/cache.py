@@ -1,20 +1,40 @@
 """The only room that touches the inside of caches: what can be rolled back, and how."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
+from . import compat
 from .configuration_dflash import DFlashConfig
+from .recurrent import MixerCall, RecurrentLayers, copy_of, is_recurrent
+
+
+# The kinds of layers that can be brought back to a commit: what is a list of tokens is cropped, a state is put back.
+KINDS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    *compat.DUMMY_LAYERS,
+}
 
 
 def check_can_roll_back(cache: Cache | None) -> None:
     """
     Raise `ValueError` unless every layer of the target's cache can forget rejected tokens.
 
-    Known are the full and the sliding-window layers of a dynamic cache; any other kind is refused by its name.
+    Known are the full, the sliding-window and the recurrent layers of a dynamic cache; any other kind is refused by
+    its name.
     """
     if cache is None:
         raise ValueError("use_cache=False: DFlash keeps a cache of committed tokens; leave use_cache at True.")
@@ -24,11 +44,17 @@ def check_can_roll_back(cache: Cache | None) -> None:
             "where that stays on the device; leave it out."
         )
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in KINDS:
             raise ValueError(
-                f"cache layer {type(layer).__name__}: DFlash cannot roll it back yet. Supported are targets with full "
-                "or sliding-window attention and the default cache (cache_implementation=None or 'dynamic')."
+                f"cache layer {type(layer).__name__}: DFlash does not know how to roll it back. Supported are targets "
+                "with full or sliding-window attention and recurrent layers, and the default cache "
+                "(cache_implementation=None or 'dynamic')."
             )
+    if cache.layers and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        raise ValueError(
+            f"cache layer {type(cache.layers[0]).__name__} in every layer: a target without any attention does not "
+            "say how many tokens its cache stands for; leave the drafter out."
+        )
 
 
 def start_recording(cache: Cache) -> None:
@@ -50,7 +76,7 @@ def stop_recording(cache: Cache) -> None:
     """
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past:
-            layer.crop(0)
+            DynamicSlidingWindowLayer.crop(layer, 0)
             layer.record_past = False
 
 
@@ -61,19 +87,22 @@ def crop_to(cache: Cache, length: int) -> None:
     Layer by layer, because a forward that failed half-way has added to some layers only; a layer that never saw a
     token has nothing to forget, and one that slides without recording has forgotten already.
     """
-    for layer in cache.layers:
-        if layer.is_initialized and (getattr(layer, "record_past", False) or layer.get_seq_length() > length):
-            layer.crop(min(0, length - layer.get_seq_length()))
+    for layer in _with_tokens(cache):
+        sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        if (sliding and layer.record_past) or layer.get_seq_length() > length:
+            # Not `layer.crop`, which in a layer with a state besides would crop that too.
+            kind = DynamicSlidingWindowLayer if sliding else DynamicLayer
+            kind.crop(layer, min(0, length - layer.get_seq_length()))
 
 
 def aside(cache: Cache) -> Cache:
     """
     What the cache holds now, whatever is done to it later.
 
-    Only references are copied: keys and values are replaced, never changed in place.
+    Of keys and values only references are copied: they are replaced, never changed in place.
     """
     kept = copy.copy(cache)
-    kept.layers = [copy.copy(layer) for layer in cache.layers]
+    kept.layers = [copy_of(layer) if is_recurrent(layer) else copy.copy(layer) for layer in cache.layers]
     return kept
 
 
@@ -89,7 +118,7 @@ class AlignedCache:
     A forward appends columns; of these [`keep`] keeps the first few of each row. The rest is cropped, and rows that
     keep fewer than others move to the right, so that distances within a row stay what they are: sliding windows and
     positions need not know that the rows were accepted at different speeds. Columns that are padding in every row are
-    dropped.
+    dropped. The states of recurrent layers go the same way, as [`RecurrentLayers`] does it.
 
     Args:
         cache (`Cache`): of the model.
@@ -101,6 +130,7 @@ class AlignedCache:
         self.cache, self.mask = cache, mask
         self.length = length_of(cache)
         self.row_lengths = [self.length] * num_rows  # padding that a row had from the start counts as its own
+        self.recurrent = RecurrentLayers(cache)
 
     def mask_with(self, batch: int, *parts: int | torch.Tensor) -> torch.Tensor | None:
         """
@@ -115,14 +145,22 @@ class AlignedCache:
         like = next(mask for mask in masks if isinstance(mask, torch.Tensor))
         return torch.cat([like.new_ones(batch, m) if isinstance(m, int) else m for m in masks], dim=1)
 
-    def keep(self, kept: Sequence[int], new: torch.Tensor | None = None) -> None:
+    def keep(
+        self,
+        kept: Sequence[int],
+        new: torch.Tensor | None = None,
+        calls: Mapping[int, MixerCall] | None = None,
+    ) -> None:
         """
         Of the columns that were appended since the last time, keep the first `kept[b]` of row b.
 
         Args:
             new (`torch.LongTensor` of shape `(B, n)`, *optional*): their mask, if some of those kept are padding.
+            calls (`Mapping[int, MixerCall]`, *optional*): of the recurrent layers, if there are any and not all
+                columns are kept.
         """
         most = max(kept)
+        self.recurrent.replay(kept, length_of(self.cache) - self.length, calls)
         mask = self.mask_with(len(kept), most if new is None else new[:, :most])
         shifts = [most - count for count in kept]
         if any(shifts):
@@ -135,17 +173,20 @@ class AlignedCache:
                 _move_right(layer, shift)
         self.mask, self.length = mask, self.length + most
         self.row_lengths = [length + count for length, count in zip(self.row_lengths, kept, strict=True)]
-        self.roll_back()
+        self.recurrent.save()
+        crop_to(self.cache, self.length)
         self._drop_padding()
 
     def roll_back(self) -> None:
         """Forget the columns that were appended since the last [`keep`]."""
         crop_to(self.cache, self.length)
+        self.recurrent.restore()
 
     def select(self, rows: list[int]) -> None:
         """Forget all rows but these."""
         for layer in self._layers():
-            layer.batch_select_indices(torch.tensor(rows, device=layer.device))
+            DynamicLayer.batch_select_indices(layer, torch.tensor(rows, device=layer.device))
+        self.recurrent.select(rows)
         if self.mask is not None:
             self.mask = self.mask[rows]
         self.row_lengths = [self.row_lengths[row] for row in rows]
@@ -160,7 +201,7 @@ class AlignedCache:
                 _drop_first(layer, surplus)
 
     def _layers(self) -> list[DynamicLayer]:
-        return [layer for layer in self.cache.layers if layer.is_initialized]
+        return _with_tokens(self.cache)
 
     def _device(self) -> torch.device:
         return self._layers()[0].device
@@ -223,8 +264,13 @@ def num_keys(cache: Cache | None, layer_idx: int, added: int) -> int:
 
 
 def windows_of(cache: Cache) -> list[int | None]:
-    """The sliding window of each layer, `None` of one that keeps all."""
-    return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
+    """The sliding window of each layer with attention, `None` of one that keeps all."""
+    return [layer.sliding_window if layer.is_sliding else None for layer in _with_tokens(cache)]
+
+
+def _with_tokens(cache: Cache) -> list[DynamicLayer]:
+    """The layers that hold keys and values by now."""
+    return [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
 
 
 def length_of(cache: Cache) -> int:

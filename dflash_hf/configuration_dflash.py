@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTING = ("parallel", "autoregressive")
 CONDITIONING = ("kv", "input")
+INPUT_EMBEDDINGS = ("module", "table")
 EMBEDDING_TAP = -1  # stands among `target_layer_ids` for the output of the target's embedding
 
 
@@ -72,11 +73,18 @@ class DFlashConfig(PreTrainedConfig):
             section 4.1). `"input"`: as the input sequence before the block, which passes through all layers, each
             token seeing those before it. A drafter without features of the target is
             `conditioning="input", target_layer_ids=[-1]`.
+        input_embeddings (`str`, *optional*, defaults to `"module"`):
+            What the slots are given of the anchor and the masks. `"module"`: what the target's embedding module
+            returns, with whatever it scales (Gemma) or norms. `"table"`: rows of its weight. What a model multiplies
+            after its embedding (Granite, Falcon-H1, MiniCPM) is in neither.
+        input_embedding_scale (`float`, *optional*, defaults to 1.0):
+            Factor on them.
         draft_vocab_size (`int`, *optional*):
             Size of the shortlist of target tokens that the drafter proposes from. The ids are the buffer
             `draft_token_ids` of the model. `None`: the whole vocabulary.
-        target_name (`str`, *optional*):
-            Name of the target that the drafter was trained for.
+        target_name, target_revision, tokenizer_hash, template_hash (`str`, *optional*):
+            Name and Hub revision of the target that the drafter was trained for, and hashes of its tokenizer and chat
+            template, as [`~pairing.origin_of`] finds them: [`attach`] compares them with the target at hand.
 
     The native loop of transformers (`speculation_type="dflash"`) reads neither `sample_from_anchor` nor `drafting`; it
     is for drafters that leave them at their defaults.
@@ -118,8 +126,13 @@ class DFlashConfig(PreTrainedConfig):
     sample_from_anchor: bool = False
     drafting: str = "parallel"
     conditioning: str = "kv"
+    input_embeddings: str = "module"
+    input_embedding_scale: float | int = 1.0
     draft_vocab_size: int | None = None
     target_name: str | None = None
+    target_revision: str | None = None
+    tokenizer_hash: str | None = None
+    template_hash: str | None = None
 
     def __post_init__(self, **kwargs):
         if "dflash_config" in kwargs:
@@ -166,6 +179,7 @@ class DFlashConfig(PreTrainedConfig):
             ),
             ("drafting", self.drafting in DRAFTING, f"one of {DRAFTING}"),
             ("conditioning", self.conditioning in CONDITIONING, f"one of {CONDITIONING}"),
+            ("input_embeddings", self.input_embeddings in INPUT_EMBEDDINGS, f"one of {INPUT_EMBEDDINGS}"),
             (
                 "sample_from_anchor",
                 self.sample_from_anchor or not autoregressive,

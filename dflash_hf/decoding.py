@@ -13,9 +13,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from . import cache as caches
-from . import compat, memory, options, verification
+from . import compat, memory, options, pairing, verification
 from .cache import AlignedCache
 from .configuration_dflash import EMBEDDING_TAP
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
@@ -23,12 +24,18 @@ from .modeling_dflash import DFlashDraftModel
 from .outputs import Collector, Forward, Processing, Stopping, Texts
 from .prompt import Prompt
 from .proposal import ProposalHead
+from .recurrent import MixerCall
 from .state import DecodeState
-from .target import Target, concatenate
+from .target import Taps, Target, device_of
 
+
+logger = logging.get_logger(__name__)
 
 # `generate` fills this in for every call, so it says nothing of what the user wants.
 _DEFAULT_CAP = 20
+
+# So far the target's cache may lag behind before it is brought up to date by a forward of its own.
+MAX_LAG = 64
 
 
 class Decoding:
@@ -50,6 +57,7 @@ class Decoding:
         self.target, self.drafter, self.prompt = target, drafter, prompt
         self.num_rows, self.prompt_columns = prompt.ids.shape
         self.head = ProposalHead(drafter, target)
+        self.place = device_of(drafter), drafter.dtype
         self.layer_ids, self.mask_token_id = drafter.config.target_layer_ids, drafter.config.mask_token_id
         # What follows the end of a text, as `generate` settled it.
         self.pad_id = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -76,17 +84,20 @@ class Decoding:
             draft=caches.take_draft(prompt.cache, drafter.config, self.num_rows),
             anchor_position=anchor_position,
             last_position=anchor_position + (self.max_length - self.prompt_columns - 2),
+            position_offsets=prompt.position_offsets,
         )
+        self.drafting = True  # until a draft is not finite
+        self.finite: torch.Tensor | None = None  # whether the draft is
         # Without end tokens, rows are written on until the last one has stopped, as in plain decoding.
         self.pads = self.stopping.pads or self.num_rows == 1
         self.stopped: list[int | None] = [None] * self.num_rows  # columns at which each row stopped
         self.streamer, self.streamed = streamer, self.prompt_columns
         self.watch = Stopwatch(target.device)
         self.start = self.watch.mark()
-        self.num_parts = 0  # of the prompt
+        self.more_forwards = 0  # beside those of the rounds: the parts of the prompt, and where a cache lags behind
         self.marks: list[tuple] = []  # one for each round: proposed, counts of each row, and four marks in time
 
-    def prefill(self, taps: dict[int, torch.Tensor]) -> None:
+    def prefill(self, taps: Taps) -> None:
         """
         Run the prompt, or what a given cache does not hold of it; its last row gives the first anchor.
 
@@ -94,11 +105,11 @@ class Decoding:
         """
         state, prompt = self.state, self.prompt
         for part in prompt.parts(self.config.prefill_chunk_size):
-            self.num_parts += 1
+            self.more_forwards += 1
             outputs = self.target.model(**part.inputs, return_dict=True)
             if EMBEDDING_TAP in self.layer_ids and prompt.embeds is not None:
-                taps[EMBEDDING_TAP] = part.inputs["inputs_embeds"]  # the embedding itself is not called then
-            state.context, state.context_positions = concatenate(taps, self.layer_ids), part.positions
+                taps.states[EMBEDDING_TAP] = part.inputs["inputs_embeds"]  # the embedding itself is not called then
+            state.context, state.context_positions = taps.concatenate(self.layer_ids), part.positions
             state.context_mask, state.context_ends = part.mask, [part.positions.shape[1]] * self.num_rows
             self.absorb()
         ids = state.texts.ids
@@ -106,6 +117,11 @@ class Decoding:
         caches.start_recording(prompt.cache)
         caches.start_recording(state.draft.cache)
         state.target = AlignedCache(prompt.cache, self.num_rows, prompt.mask)
+        # Where the mixers are unknown, or compiled, a block that is not accepted whole is rolled back whole, and what
+        # was accepted is run with the next one: rows must keep one pace then, since a state knows no padding.
+        self.replays = all(i in taps.mixers for i in state.target.recurrent.indices)
+        self.one_by_one |= self.num_rows > 1 and not self.replays
+        taps.clear()
         scores = self.processing(state.texts, logits, ids[:, :0])
         first = self._choose(scores)
         forward = Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"))
@@ -118,26 +134,28 @@ class Decoding:
         self._denoise(self.state.texts.ids.new_empty(len(self.state.context), 0), self.state.fresh)
         self.state.absorbed()
 
-    def round(self, taps: dict[int, torch.Tensor]) -> None:
+    def round(self, taps: Taps) -> None:
         """Draft, verify, commit. If it fails half-way, the caches are as before it."""
         state = self.state
         rows = state.texts.rows
         width = min(self.max_proposals, self.max_length - min(state.texts.ends[row] for row in rows) - 1)
         start = self.watch.mark()
+        if state.lag > MAX_LAG:
+            self.catch_up()
         try:
             with self.processing.trial():
                 proposals, q = self.draft(width)
             drafted = self.watch.mark()
             taps.clear()  # of what a processor made the target do
             forward = self.verify(proposals)
-            context = concatenate(taps, self.layer_ids)
+            context, calls = taps.concatenate(self.layer_ids)[:, state.lag :], dict(taps.mixers)
             verified = self.watch.mark()
             accept = self._accept_one_by_one if self.one_by_one else self._accept
             accepted, committed = accept(forward, q, proposals)
         except BaseException:
             state.roll_back()
             raise
-        self.commit(context, committed)
+        self.commit(context, committed, calls)
         self._go_on()
         counts = list(zip(rows, accepted, committed, strict=True))
         self.marks.append((proposals.shape[1], counts, start, drafted, verified, self.watch.mark()))
@@ -150,7 +168,7 @@ class Decoding:
             `(proposals, q)`: ids `(rows, n)`, and where they are drawn, their law, `(rows, n, V)`.
         """
         state = self.state
-        if width == 0:
+        if width == 0 or not self.drafting:
             none = state.anchor[:, :0]
             return none, torch.zeros(*none.shape, self.target.num_logits, device=none.device)
         if self.drafter.config.drafting == "autoregressive":
@@ -190,16 +208,18 @@ class Decoding:
         mask = state.draft.mask_with(len(ids), fresh, start + ids.shape[1])
         new = slice(None) if start == 0 else slice(0, 0)  # the context goes in with the first slots
         return self.drafter(
-            noise_embeds=self.target.embed(ids).to(self.drafter.device, self.drafter.dtype),
-            context_hidden_states=state.context[:, new].to(self.drafter.device, self.drafter.dtype),
-            position_ids=torch.cat([state.context_positions[:, new], positions], dim=1).to(self.drafter.device),
-            attention_mask=mask if mask is None else mask.to(self.drafter.device),
+            noise_embeds=self.target.embed(ids, self.drafter.config).to(*self.place),
+            context_hidden_states=state.context[:, new].to(*self.place),
+            position_ids=torch.cat([state.context_positions[:, new], positions], dim=1).to(self.place[0]),
+            attention_mask=mask if mask is None else mask.to(self.place[0]),
             **{compat.CACHE: state.draft.cache},
         ).last_hidden_state
 
     def _propose(self, texts: Texts, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
         device = texts.ids.device
+        finite = hidden.isfinite().all().to(device)
+        self.finite = finite if self.finite is None else self.finite & finite
         logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
         if not self.drawing and not self.processing.for_drafts:
             return self.head.greedy(logits).to(device), None
@@ -212,36 +232,52 @@ class Decoding:
 
     def verify(self, proposals: torch.Tensor) -> Forward:
         """Run the target on the anchor and `proposals` `(rows, width)`: `width + 1` slots."""
-        state = self.state
-        ids = torch.cat([state.anchor, proposals], dim=1)
-        inputs = {"input_ids": ids, compat.CACHE: state.target.cache, "use_cache": True, "return_dict": True}
-        inputs |= self.collector.asked
-        if self.target.takes_positions:
-            # A row that is nearer to the end than others must not ask for positions that the target may not have.
-            positions = state.anchor_position + torch.arange(ids.shape[1], device=ids.device)
-            inputs["position_ids"] = positions.minimum(state.last_position)
-        mask = state.target.mask_with(*ids.shape)
-        if mask is not None:
-            inputs["attention_mask"] = mask
-        outputs = self.target.model(**inputs)
-        windows = caches.windows_of(state.target.cache)
-        logits = outputs.logits.to(ids.device, torch.float32)
-        return Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"), windows)
+        state, num_slots = self.state, proposals.shape[1] + 1
+        inputs = self._inputs(torch.cat([state.unseen, proposals], dim=1), num_logits=num_slots if state.lag else None)
+        outputs = self.target.model(**inputs, **self.collector.asked)
+        logits = outputs.logits[:, -num_slots:].to(proposals.device, torch.float32)
+        states, attentions = outputs.get("hidden_states"), outputs.get("attentions")
+        if state.lag and states is not None:
+            states = tuple(each if each is None else each[:, -num_slots:] for each in states)
+        if state.lag and attentions is not None:
+            attentions = tuple(each if each is None else each[:, :, -num_slots:] for each in attentions)
+        return Forward(logits, states, attentions, caches.windows_of(state.target.cache))
 
-    def commit(self, context: torch.Tensor, committed: list[int]) -> None:
+    def catch_up(self) -> None:
+        """Run the target on what its cache lags behind."""
+        state = self.state
+        self.target.model(**self._inputs(state.unseen[:, :-1], num_logits=1))
+        self.more_forwards += 1
+        state.target.keep([state.lag] * len(state.texts.rows))
+        state.lag = 0
+
+    def _inputs(self, ids: torch.Tensor, num_logits: int | None) -> dict:
+        """For a forward of the target on tokens `(rows, n)` after its cache."""
+        state = self.state
+        positions = state.anchor_position - state.lag + torch.arange(ids.shape[1], device=ids.device)
+        # A row that is nearer to the end than others must not ask for positions that the target may not have.
+        positions = positions.minimum(state.last_position)
+        mask = state.target.mask_with(*ids.shape)
+        return self.prompt.later_inputs(ids, positions, state.position_offsets, mask, num_logits)
+
+    def commit(self, context: torch.Tensor, committed: list[int], calls: dict[int, MixerCall]) -> None:
         """
         Move the target's cache, the anchors and the pending context on.
 
         Args:
             context (`torch.Tensor` of shape `(rows, width + 1, M * H)`): of the block.
             committed (`list[int]`): how many of its tokens each row has passed.
+            calls (`dict[int, MixerCall]`): of the recurrent layers.
         """
         state, most = self.state, max(committed)
         steps = torch.arange(most, device=state.anchor.device)
         counts = torch.tensor(committed, device=steps.device).unsqueeze(1)
         mask = (steps < counts).long() if min(committed) < most else None
+        num_slots = context.shape[1]
         context, positions = context[:, :most], state.anchor_position + steps
-        if state.context.shape[1] == 0:
+        if not self.drafting:
+            pass  # nor will it ever be
+        elif state.context.shape[1] == 0:
             state.context, state.context_positions = context, positions
             state.context_mask, state.context_ends = mask, committed
         elif self.num_rows == 1:  # nothing was drafted, since the text ends here; its last context may still be left
@@ -249,7 +285,12 @@ class Decoding:
             state.context_positions = torch.cat([state.context_positions, positions], dim=1)
             state.context_ends = [state.context.shape[1]]
         state.anchor_position = state.anchor_position + counts
-        state.target.keep(committed)
+        if self.replays or min(committed) == num_slots:
+            state.target.keep([state.lag + count for count in committed], calls=calls)
+            state.lag = 0
+        else:
+            state.target.roll_back()
+            state.lag += most
 
     def leave_cache(self) -> None:
         """
@@ -263,9 +304,12 @@ class Decoding:
         if self.num_rows > 1:
             self.prompt.run_again(state.texts.ids[:, self.prompt_columns : -1], self.config.prefill_chunk_size)
             return
-        if state.context.shape[1]:
-            self.absorb()
-        caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
+        if state.lag:
+            self.catch_up()
+        if self.drafting:
+            if state.context.shape[1]:
+                self.absorb()
+            caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
 
     def statistics(self) -> GenerationStatistics:
         """
@@ -283,7 +327,7 @@ class Decoding:
             self.prompt.num_columns,
             self.watch.seconds(self.start, self.prefilled),
             rounds,
-            target_forwards=self.num_parts + len(self.marks),
+            target_forwards=self.more_forwards + len(self.marks),
             texts=self.num_rows,
             calls=1,
         )
@@ -389,7 +433,8 @@ class Decoding:
 
         Returns:
             `(block, accepted, tokens)`: ids `(rows, n + 1)` that begin with what is kept and the target's own token,
-            how many proposals of each row are kept, and `block` as lists. Only here does a round wait for the device.
+            how many proposals of each row are kept, and `block` as lists. Only here does a round wait for the device,
+            and learns what became of the draft.
         """
         if self.drawing:
             jointly = self.verifier == "block" and not self.one_by_one  # which needs the scores of all slots
@@ -399,8 +444,17 @@ class Decoding:
             verdict = verification.match(self._choose(scores), proposals)
         block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
         block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-        numbers = torch.cat([verdict.accepted.unsqueeze(1), block], dim=1).tolist()
-        return block, [accepted for accepted, *_ in numbers], [tokens for _, *tokens in numbers]
+        finite = torch.ones_like(verdict.accepted) if self.finite is None else self.finite.expand(len(block))
+        numbers = torch.stack([verdict.accepted, finite], dim=1)
+        numbers = torch.cat([numbers, block], dim=1).tolist()
+        if not numbers[0][1]:
+            self.drafting = False
+            logger.warning(
+                "The drafter's states are not finite (infinite or not a number), so the rest of this text is decoded "
+                "without it. A drafter that was trained in bfloat16 may overflow in float16: load it in its own dtype."
+            )
+        self.finite = None
+        return block, [accepted for accepted, *_ in numbers], [tokens for _, _, *tokens in numbers]
 
 
 @torch.no_grad()
@@ -427,13 +481,13 @@ def decode(
             forward.
     """
     target = Target(model)
-    target.check_pair(drafter)
+    pairing.check(target, drafter)
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     options.check(generation_config, verifier, num_assistant_tokens)
-    options.check_inputs(model_kwargs)
+    options.check_inputs(generation_config, model_kwargs)
     prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
         target,
@@ -449,7 +503,7 @@ def decode(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     try:
-        with target.capture(decoding.layer_ids) as taps:
+        with target.capture(decoding.layer_ids, mixers=True) as taps:
             decoding.prefill(taps)
             while decoding.state.texts.rows:
                 decoding.round(taps)

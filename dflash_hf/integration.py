@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from . import pairing
 from .decoding import decode
 from .modeling_dflash import DFlashDraftModel
 from .options import VERIFIERS
@@ -32,6 +33,8 @@ def attach(
     *,
     verifier: str = "block",
     num_assistant_tokens: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    strict: bool = False,
 ) -> DFlashDraftModel:
     """
     Let `target.generate(..., assistant_model=drafter)` decode with a DFlash drafter.
@@ -42,8 +45,8 @@ def attach(
     the target's, because pipelines compare them.
 
     Args:
-        target (`PreTrainedModel`):
-            A causal language model.
+        target (`PreTrainedModel` or `peft.PeftModel`):
+            A causal language model, or what wraps one: its adapters act on text and drafts alike.
         drafter (`DFlashDraftModel`, `str` or `os.PathLike`):
             A drafter, or the folder or Hub repository to load it from, in the target's dtype. It is moved to the
             device of the target's head unless it is dispatched already.
@@ -54,6 +57,11 @@ def attach(
             what the target draws too. Greedy decoding needs none of them.
         num_assistant_tokens (`int`, *optional*):
             Verify at most so many proposals a round.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The target's, to be compared with the one that the drafter was trained with, its chat template included.
+        strict (`bool`, *optional*, defaults to `False`):
+            Whether it is an error that the drafter's configuration names another target, revision, tokenizer or chat
+            template than these; by default a warning says so.
 
     Returns:
         [`DFlashDraftModel`]: the drafter.
@@ -73,8 +81,11 @@ def attach(
     if not isinstance(drafter, DFlashDraftModel):
         drafter = DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype)
     adapter = Target(target)
-    adapter.check_pair(drafter)
-    if getattr(drafter, "hf_device_map", None) is None and drafter.device != adapter.device:
+    target = adapter.model
+    pairing.check(adapter, drafter)
+    pairing.compare_origin(adapter, drafter, tokenizer, strict=strict)
+    dispatched = getattr(drafter, "hf_device_map", None) is not None or drafter.device.type == "meta"
+    if not dispatched and drafter.device != adapter.device:
         logger.warning("The drafter moves from %s to %s, where the target's head is.", drafter.device, adapter.device)
         drafter.to(adapter.device)
     drafter.eval()
@@ -88,8 +99,9 @@ def attach(
 
 def detach(target: PreTrainedModel) -> None:
     """Undo [`attach`]: `target.generate` is the class's again and the hooks are gone. Without attachment, nothing."""
-    vars(target).pop("generate", None)
-    Target(target).remove_hooks()
+    adapter = Target(target)
+    vars(adapter.model).pop("generate", None)
+    adapter.remove_hooks()
 
 
 def custom_generate(

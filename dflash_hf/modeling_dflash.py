@@ -223,7 +223,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             stop = num_context + num_slots
             position_ids = torch.arange(stop - num_slots - num_new, stop, device=noise_embeds.device).unsqueeze(0)
         if not isinstance(attention_mask, dict):
-            attention_mask = self._drafting_masks(num_context, num_new, num_slots, attention_mask, cache)
+            attention_mask = self._drafting_masks(
+                num_context, num_new, num_slots, attention_mask, cache, noise_embeds.device
+            )
         implementation = self.config._attn_implementation
         masks = {
             kind: masking.for_backend(mask, implementation, noise_embeds.dtype)
@@ -242,7 +244,13 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         return BaseModelOutputWithPast(**{"last_hidden_state": hidden_states, compat.CACHE: cache})
 
     def _drafting_masks(
-        self, num_context: int, num_new: int, num_slots: int, padding: torch.Tensor | None, cache: Cache | None
+        self,
+        num_context: int,
+        num_new: int,
+        num_slots: int,
+        padding: torch.Tensor | None,
+        cache: Cache | None,
+        device: torch.device,
     ) -> dict[tuple[int | None, bool], torch.Tensor | None]:
         """The mask of one block for each kind of layer, over the keys that such a layer gets from its cache."""
         return {
@@ -254,7 +262,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 padding=padding,
                 context_queries=num_new if self.config.conditioning == "input" else 0,
                 num_keys=caches.num_keys(cache, layer_idx, num_new + num_slots),
-                device=self.device,
+                device=device,
             )
             for (window, causal), layer_idx in self.layer_kinds().items()
         }

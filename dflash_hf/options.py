@@ -9,7 +9,7 @@ from . import compat
 # How sampled proposals are verified, and whether they are drawn from the drafter's law rather than its likeliest.
 VERIFIERS = {"block": True, "rejection": True, "match": False}
 
-# What `generate` prepares for a text. Anything else of the caller's would be lost after the prompt.
+# What `generate` prepares for a text and its images. Anything else of the caller's would be lost after the prompt.
 _CARRIED = {
     "attention_mask",
     "position_ids",
@@ -19,6 +19,8 @@ _CARRIED = {
     "output_attentions",
     "output_hidden_states",
     compat.CACHE,
+    *compat.IMAGES,
+    *compat.TOKEN_TYPES,
 }
 
 
@@ -38,16 +40,18 @@ def check(config: GenerationConfig, verifier: str, num_assistant_tokens: int | N
         )
 
 
-def check_inputs(model_kwargs: dict) -> None:
+def check_inputs(config: GenerationConfig, model_kwargs: dict) -> None:
     """Refuse by name the inputs that this loop cannot carry from round to round."""
+    images = [name for name in compat.IMAGES if model_kwargs.get(name) is not None]
+    if images and config.prefill_chunk_size is not None:
+        raise ValueError(
+            f"prefill_chunk_size={config.prefill_chunk_size}: a prompt with images ({', '.join(sorted(images))}) is "
+            "run at once; leave prefill_chunk_size out."
+        )
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
     if unknown:
         raise ValueError(
-            f"{', '.join(unknown)}: so far DFlash passes only text on to the target; leave the drafter out."
-        )
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() != 2:
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)}: so far DFlash knows targets with one position a token."
+            f"{', '.join(unknown)}: DFlash passes text, and images with the prompt, on to the target, and does not "
+            "know how this goes on from token to token; leave the drafter out."
         )
     caches.check_can_roll_back(model_kwargs.get(compat.CACHE))

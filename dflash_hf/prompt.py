@@ -44,10 +44,13 @@ class Prompt:
         num_columns (`int`): of the whole text.
         num_hidden (`int`): how many of them are not in `ids`.
         mask (`torch.LongTensor` of shape `(B, num_columns)`, *optional*): 0 for padding.
-        positions (`torch.LongTensor` of shape `(B, num_columns)`): what `position_ids` says of them.
+        positions (`torch.LongTensor` of shape `(B, num_columns)`): of each in the text.
+        position_offsets (`torch.LongTensor` of shape `(B, d, 1)`, *optional*): of a target with `d` positions a token
+            (of images, time, height and width), what they are more than that in text after the prompt.
+        token_types (`list[str]`): inputs that say of each token what it is; of those that are decoded, text.
 
     Raises:
-        `ValueError`: when the cache leaves nothing new.
+        `ValueError`: when the cache leaves nothing new, and for images in parts of a prompt.
     """
 
     def __init__(self, target: Target, ids: torch.Tensor, model_kwargs: dict, mask_length: int | None = None):
@@ -56,9 +59,8 @@ class Prompt:
         self.embeds, self.mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
         self.past, positions = caches.length_of(self.cache), model_kwargs.get("position_ids")
         # In this order, because the others may be of the new columns alone.
-        self.num_columns = mask_length or next(
-            tensor.shape[1] for tensor in (self.mask, positions, self.embeds, ids) if tensor is not None
-        )
+        given = (self.mask, positions if positions is None else positions.flatten(0, -2), self.embeds, ids)
+        self.num_columns = mask_length or next(tensor.shape[1] for tensor in given if tensor is not None)
         if self.past and self.past >= self.num_columns:
             raise ValueError(
                 f"{compat.CACHE}: it holds {self.past} tokens, and the text has {self.num_columns} with them, so that "
@@ -66,10 +68,17 @@ class Prompt:
                 "one new token."
             )
         self.num_hidden = self.num_columns - ids.shape[1]
-        if positions is None:
-            positions = torch.arange(self.num_columns, device=ids.device).unsqueeze(0)
-        # Those of the new columns suffice; what stands for the others is not used.
-        self.positions = pad(positions, (self.num_columns - positions.shape[1], 0)).expand(len(ids), -1)
+        # What the target is given of the new columns suffices; what stands for the others is not used.
+        self._given = None if positions is None else pad(positions, (self.num_columns - positions.shape[-1], 0))
+        self.position_offsets = None
+        if positions is None or positions.dim() == 2:
+            counted = torch.arange(self.num_columns, device=ids.device).unsqueeze(0)
+            self.positions = (counted if positions is None else self._given).expand(len(ids), -1)
+        else:
+            self.positions = self._in_text().expand(len(ids), -1)
+            self.position_offsets = (self._given[..., -1:] - self.positions[:, -1:]).expand(-1, len(ids), -1)
+            self.position_offsets = self.position_offsets.transpose(0, 1)
+        self.token_types = [name for name in compat.TOKEN_TYPES if model_kwargs.get(name) is not None]
         self._before = caches.aside(self.cache) if len(ids) > 1 else None  # the loop moves the rows of a batch about
 
     def parts(self, size: int | None) -> Iterator[Part]:
@@ -82,8 +91,9 @@ class Prompt:
             kwargs = {**self.kwargs, "attention_mask": None if self.mask is None else self.mask[:, :end]}
             if self.embeds is not None:
                 kwargs["inputs_embeds"] = part
-            if "position_ids" in kwargs:
-                kwargs["position_ids"] = self.positions[:, columns]
+            if self._given is not None:
+                kwargs["position_ids"] = self._given[..., columns]
+            kwargs |= {name: kwargs[name][..., :end] for name in self.token_types}
             ids = part if self.embeds is None else self.ids
             inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **kwargs)
             yield Part(inputs, self.positions[:, columns], None if self.mask is None else self.mask[:, columns])
@@ -92,25 +102,42 @@ class Prompt:
         """Leave in the cache what plain decoding of several rows leaves after `answer` `(B, n)`, `size` columns at a
         time."""
         self.put_back()
-        more = answer.shape[1]
-        inputs, name = {compat.CACHE: self.cache, "use_cache": True}, "input_ids"
-        source = torch.cat([self._new(self.ids), answer], dim=1)
-        if self.embeds is not None:
-            name, source = "inputs_embeds", torch.cat([self._new(self.embeds), self.target.embed(answer)], dim=1)
-        if "logits_to_keep" in self.kwargs:  # the target need not give all
-            inputs["logits_to_keep"] = 1
-        mask = None if self.mask is None else pad(self.mask, (0, more), value=1)
-        later = self.positions[:, -1:] + torch.arange(1, more + 1, device=answer.device)
-        positions = torch.cat([self.positions, later], dim=1)
-        total = self.num_columns + more
-        for start in range(self.past, total, size or total):
-            end = min(start + (size or total), total)
-            inputs[name] = source[:, start - self.past : end - self.past]
-            if mask is not None:
-                inputs["attention_mask"] = mask[:, :end]
-            if self.target.takes_positions:
-                inputs["position_ids"] = positions[:, start:end]
+        for part in self.parts(size):
+            self.target.model(**part.inputs)
+        number = answer.shape[1]
+        for start in range(0, number, size or max(1, number)):
+            steps = torch.arange(start, min(start + (size or number), number), device=answer.device)
+            mask = None if self.mask is None else pad(self.mask, (0, int(steps[-1]) + 1), value=1)
+            positions = self.positions[:, -1:] + 1 + steps
+            inputs = self.later_inputs(answer[:, steps], positions, self.position_offsets, mask, num_logits=1)
             self.target.model(**inputs)
+
+    def later_inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        offsets: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        num_logits: int | None = None,
+    ) -> dict:
+        """
+        For a forward of the target on tokens after the prompt.
+
+        Args:
+            ids, positions (`torch.LongTensor` of shape `(rows, n)`): of the tokens.
+            offsets (`torch.LongTensor` of shape `(rows, d, 1)`, *optional*): of these rows, see `position_offsets`.
+            mask (`torch.LongTensor` of shape `(rows, columns)`, *optional*): of all columns with them.
+            num_logits (`int`, *optional*): of how many of the last tokens logits are needed, if not of all.
+        """
+        inputs = {"input_ids": ids, compat.CACHE: self.cache, "use_cache": True, "return_dict": True}
+        if self.target.takes_positions:
+            more = positions if offsets is None else (positions.unsqueeze(1) + offsets).transpose(0, 1)
+            inputs["position_ids"] = more
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if num_logits is not None and "logits_to_keep" in self.kwargs:
+            inputs["logits_to_keep"] = num_logits
+        return inputs | {name: torch.zeros_like(ids) for name in self.token_types}
 
     def put_back(self) -> None:
         """Give the cache of several rows back what it held before the call."""
@@ -120,3 +147,11 @@ class Prompt:
     def _new(self, source: torch.Tensor) -> torch.Tensor:
         """Of ids or embeddings of the whole text or the new columns, the new columns."""
         return source[:, self.past - self.num_columns :]
+
+    def _in_text(self) -> torch.Tensor:
+        """Positions in the text, of a target that is given several for each token: `(B or 1, num_columns)`."""
+        if len(self._given) == 4:  # the first says so
+            return self._given[0]
+        if self.mask is None:
+            return torch.arange(self.num_columns, device=self.ids.device).unsqueeze(0)
+        return (self.mask.cumsum(1) - 1).clamp(min=0)

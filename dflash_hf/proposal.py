@@ -20,14 +20,15 @@ class ProposalHead:
     """
 
     def __init__(self, drafter: DFlashDraftModel, target: Target):
-        self.head = target.head
-        self.device, self.dtype = target.device, target.head.weight.dtype
+        self.head, self.shape = target.head, target.shape_logits
+        self.device, self.dtype = target.device, target.head_dtype
         self.token_ids = drafter.draft_token_ids
         self.rows: torch.Tensor | None = None
         if self.token_ids is not None:
             self.token_ids = self.token_ids.to(self.device)
-            # A head that is a plain matrix need not compute the rows that nobody reads.
-            if type(self.head) is nn.Linear and self.head.weight.device == self.device:
+            # A head that is a plain matrix, and here, need not compute the rows that nobody reads.
+            plain = type(self.head) is nn.Linear and type(self.head.weight) is nn.Parameter
+            if plain and self.head.weight.device == self.device:
                 self.rows = self.head.weight.index_select(0, self.token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -36,8 +37,8 @@ class ProposalHead:
         hidden = hidden.to(self.device, self.dtype).contiguous()
         if self.rows is not None:
             bias = None if self.head.bias is None else self.head.bias[self.token_ids]
-            return F.linear(hidden, self.rows, bias).float()
-        logits = self.head(hidden).float()
+            return self.shape(F.linear(hidden, self.rows, bias).float())
+        logits = self.shape(self.head(hidden).float())
         return logits if self.token_ids is None else logits[..., self.token_ids]
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:

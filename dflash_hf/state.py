@@ -19,6 +19,8 @@ class DecodeState:
         anchor (`torch.LongTensor` of shape `(rows, 1)`): the last token of each row.
         anchor_position (`torch.LongTensor` of shape `(rows, 1)`): what `position_ids` says of it.
         last_position (`torch.LongTensor` of shape `(rows, 1)`): of the last token that the target may have to see.
+        position_offsets (`torch.LongTensor` of shape `(rows, d, 1)`, *optional*): see [`~prompt.Prompt`].
+        lag (`int`): committed tokens before the anchor that the target's cache lacks, since it was rolled back whole.
         context (`torch.Tensor` of shape `(rows, new, M * H)`): tapped hidden states that the drafter has not seen.
         context_positions (`torch.LongTensor` of shape `(rows, new)`): their positions.
         context_mask (`torch.LongTensor` of shape `(rows, new)`, *optional*): 0 for padding among them, which in the
@@ -32,6 +34,8 @@ class DecodeState:
     anchor: torch.Tensor | None = None
     anchor_position: torch.Tensor | None = None
     last_position: torch.Tensor | None = None
+    position_offsets: torch.Tensor | None = None
+    lag: int = 0
     context: torch.Tensor | None = None
     context_positions: torch.Tensor | None = None
     context_mask: torch.Tensor | None = None
@@ -41,6 +45,14 @@ class DecodeState:
     def fresh(self) -> int | torch.Tensor:
         """Columns of the context, or their mask where some are padding."""
         return self.context.shape[1] if self.context_mask is None else self.context_mask
+
+    @property
+    def unseen(self) -> torch.Tensor:
+        """What the target has not seen as input, `(rows, n)`: the anchor, after what its cache lags behind."""
+        if not self.lag:
+            return self.anchor
+        end = self.texts.ends[self.texts.rows[0]]  # rows keep one pace where there is a lag
+        return self.texts.ids[self.texts.rows, end - 1 - self.lag : end]
 
     def absorbed(self) -> None:
         """The context is in the drafter's cache now, and whatever came after it is not."""
@@ -65,6 +77,7 @@ class DecodeState:
         self.target.select(entries)
         self.draft.select(entries)
         self.context_ends = [self.context_ends[i] for i in entries]
-        for name in ("anchor", "anchor_position", "last_position", "context", "context_positions", "context_mask"):
+        by_row = ("anchor", "anchor_position", "last_position", "position_offsets")
+        for name in (*by_row, "context", "context_positions", "context_mask"):
             value = getattr(self, name)
             setattr(self, name, value if value is None else value[entries])

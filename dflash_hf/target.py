@@ -1,21 +1,81 @@
 """The target as the drafter sees it: its embedding, layers and head, and how hidden states are tapped."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .configuration_dflash import EMBEDDING_TAP
-from .modeling_dflash import DFlashDraftModel
+from .configuration_dflash import EMBEDDING_TAP, DFlashConfig
+from .recurrent import MixerCall
+
+
+# Where a decoder layer with a recurrent state has what updates it. One that has it elsewhere is rolled back whole.
+MIXERS = ("linear_attn", "mamba", "conv", "mixer")
+
+
+def _softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return (logits / cap).tanh() * cap
+
+
+# What targets make of the head's output before it is their logits: fields of the configuration, in this order. The
+# drafter's law is shaped alike, since it is better accepted then; the text does not depend on it.
+LOGITS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "logits_scaling": torch.div,  # Granite, MiniCPM3
+    "logit_scale": torch.mul,  # Cohere
+    "lm_head_multiplier": torch.mul,  # Falcon-H1
+    "output_multiplier": torch.mul,  # Muse
+    "final_logit_softcapping": _softcap,  # Gemma, Muse
+}
+_INVERTED = {("hyperclovax", "logits_scaling"): torch.mul}
+
+
+@dataclass
+class Taps:
+    """
+    What the hooks saw in the latest forward of the target.
+
+    Args:
+        states (`dict[int, torch.Tensor]`): layer id to hidden states `(B, n, H)`; [`concatenate`] takes them out.
+        mixers (`dict[int, MixerCall]`): layer id to the call of its mixer.
+    """
+
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    mixers: dict[int, MixerCall] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.states.clear()
+        self.mixers.clear()
+
+    def concatenate(self, layer_ids: list[int]) -> torch.Tensor:
+        """
+        Take the hidden states out, in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
+
+        All are taken out, also those of other drafters, so that none holds a prompt's states longer than needed, and
+        a hook that does not fire in the next forward cannot go unnoticed.
+
+        Raises:
+            `RuntimeError`: when a hook did not fire.
+        """
+        missing = [i for i in layer_ids if i not in self.states]
+        if missing:
+            raise RuntimeError(
+                f"The forward of the target passed by the hooks of layers {missing}. If the target is compiled, "
+                "attach the drafter before the first forward."
+            )
+        states = [self.states[i] for i in layer_ids]
+        self.states.clear()
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
 # Where the hooks of the running call put what they see. A context variable, so that hooks hold no state of their own:
 # they can be copied and pickled with the target, and calls in different threads do not mix.
-_taps: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("dflash_hf_taps", default=None)
+_taps: ContextVar[Taps | None] = ContextVar("dflash_hf_taps", default=None)
 
 
 # The tag: a CUDA graph would replay without coming here.
@@ -24,7 +84,7 @@ def _tap(states: torch.Tensor, layer_id: int) -> torch.Tensor:
     """A step of a compiled graph that cannot be looked into: the listening call gets a copy. Returns another."""
     taps = _taps.get()
     if taps is not None:
-        taps[layer_id] = states.clone()
+        taps.states[layer_id] = states.clone()
     return states.clone()
 
 
@@ -57,20 +117,49 @@ class TapHook:
             return states if whole else (states, *output[1:])
         taps = _taps.get()
         if taps is not None:
-            taps[self.layer_id] = states
+            taps.states[self.layer_id] = states
         return None
+
+
+class MixerHook:
+    """Forward pre-hook of a mixer: tells the call that listens how it was called. In a compiled graph it cannot."""
+
+    def __init__(self, layer_id: int):
+        self.layer_id = layer_id
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling():
+            return
+        taps = _taps.get()
+        if taps is not None:
+            taps.mixers[self.layer_id] = MixerCall(module, args, kwargs)
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Where a module computes; `None` for one without weights."""
+    # Of weights that are brought in for each call, accelerate knows where to.
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "execution_device", None) is not None:
+                return torch.device(each.execution_device)
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
 
 
 class Target:
     """
     A causal language model as a target.
 
+    Args:
+        model (`PreTrainedModel` or `peft.PeftModel`): the model; of a wrapper, what it wraps is used, its adapters
+            included.
+
     Attributes:
         model (`PreTrainedModel`): the model itself.
         decoder (`nn.Module`): the part that returns hidden states, with `layers`.
         num_layers, hidden_size, vocab_size (`int`): of the text part; `vocab_size` counts the embedding's rows.
         num_logits (`int`): width of the model's logits.
-        device (`torch.device`): where the head is, and where the drafter is best placed.
+        mixers (`dict[int, nn.Module]`): of the layers with a recurrent state, what updates it, by layer id.
         takes_positions (`bool`): whether the model's forward has `position_ids`.
 
     Raises:
@@ -78,7 +167,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model = model
+        self.model = model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
@@ -90,42 +179,65 @@ class Target:
                     "DFlash needs a model with a decoder, an embedding and a head."
                 )
         self.layers = layers
-        text = model.config.get_text_config(decoder=True)
+        self.text_config = model.config.get_text_config(decoder=True)
         self.num_layers = len(layers)
-        self.hidden_size = text.hidden_size
-        self.vocab_size = self.embedding.weight.shape[0]
-        self.num_logits = text.vocab_size
+        self.hidden_size = self.text_config.hidden_size
+        self.vocab_size = getattr(self.embedding, "num_embeddings", self.text_config.vocab_size)
+        self.num_logits = self.text_config.vocab_size
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        children = [(i, dict(layer.named_children())) for i, layer in enumerate(layers)]
+        self.mixers = {i: named[name] for i, named in children for name in MIXERS if name in named}
 
     @property
     def device(self) -> torch.device:
-        """Where the head is."""
-        return self.head.weight.device
+        """Where the head computes, and where the drafter is best placed."""
+        return device_of(self.head) or self.model.device
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """What the head takes. A quantised one may have no weight, or one of integers: then what the model takes."""
+        weight = getattr(self.head, "weight", None)
+        plain = isinstance(weight, torch.Tensor) and weight.is_floating_point()
+        return weight.dtype if plain else self.model.dtype
+
+    def embed(self, ids: torch.Tensor, config: DFlashConfig | None = None) -> torch.Tensor:
         """
-        Embeddings of `ids` `(B, n)` as the drafter was trained on them: the target's own, `(B, n, H)`.
+        Embeddings of `ids` `(B, n)`: the target's own, or as the drafter with `config` is given them, `(B, n, H)`.
 
         They are not taken for a tap of the embedding.
         """
-        token = _taps.set(None)
-        try:
-            return self.embedding(ids)
-        finally:
-            _taps.reset(token)
+        if config is not None and config.input_embeddings == "table":
+            embeds = F.embedding(ids, self.embedding.weight)
+        else:
+            token = _taps.set(None)
+            try:
+                embeds = self.embedding(ids)
+            finally:
+                _taps.reset(token)
+        return embeds if config is None or config.input_embedding_scale == 1 else embeds * config.input_embedding_scale
+
+    def shape_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """From the head's output `(..., V)` to what the target's forward returns, by its scale and soft-cap."""
+        for name, step in LOGITS.items():
+            value = getattr(self.text_config, name, None)
+            if value is not None:
+                logits = _INVERTED.get((self.text_config.model_type, name), step)(logits, value)
+        return logits
 
     @contextmanager
-    def capture(self, layer_ids: list[int]) -> Iterator[dict[int, torch.Tensor]]:
+    def capture(self, layer_ids: list[int], *, mixers: bool = False) -> Iterator[Taps]:
         """
-        Collect the outputs of the decoder layers `layer_ids` (-1: the embedding) while the context is open.
+        Collect the outputs of the decoder layers `layer_ids` (-1: the embedding), and with `mixers` the calls of the
+        mixers too, while the context is open.
 
         Yields:
-            `dict[int, torch.Tensor]`: layer id to hidden state `(B, n, H)` of the latest forward. [`concatenate`]
-            turns it into the drafter's input.
+            [`Taps`]: of the latest forward.
         """
-        taps: dict[int, torch.Tensor] = {}
+        taps = Taps()
         # Hooks of this call alone where none stays: what another call removes must not be missed here.
         handles = [self._hook(i, stays=False) for i in layer_ids if not self._has_hook(i)]
+        for i, mixer in self.mixers.items() if mixers else ():
+            handles.append(mixer.register_forward_pre_hook(MixerHook(i), with_kwargs=True))
         token = _taps.set(taps)
         try:
             yield taps
@@ -161,66 +273,3 @@ class Target:
 
     def _tapped(self, layer_id: int) -> nn.Module:
         return self.embedding if layer_id == EMBEDDING_TAP else self.layers[layer_id]
-
-    def check_pair(self, drafter: DFlashDraftModel) -> None:
-        """
-        Raise `ValueError` when `drafter` cannot work with this target; the message names field, values and remedy.
-
-        Different vocabulary sizes are no error: the drafter uses the target's embedding and head.
-        """
-        config = drafter.config
-        rules = [
-            (
-                config.hidden_size == self.hidden_size,
-                f"hidden_size: the drafter has {config.hidden_size}, the target {self.hidden_size}",
-                "they must be equal, because the drafter works on the target's embeddings",
-            ),
-            (
-                max(config.target_layer_ids) < self.num_layers,
-                f"target_layer_ids: the drafter taps layer {max(config.target_layer_ids)}, "
-                f"the target has layers 0 to {self.num_layers - 1}",
-                "every tapped layer must exist",
-            ),
-            (
-                config.num_target_layers in (None, self.num_layers),
-                f"num_target_layers: the drafter expects {config.num_target_layers}, the target has {self.num_layers}",
-                "the drafter was trained for a target of another depth",
-            ),
-            (
-                config.mask_token_id < self.vocab_size,
-                f"mask_token_id: {config.mask_token_id}, but the target's embedding has {self.vocab_size} rows",
-                "the mask must be a row of the embedding",
-            ),
-            (
-                drafter.draft_token_ids is None or int(drafter.draft_token_ids.max()) < self.vocab_size,
-                f"draft_token_ids: the drafter proposes ids beyond the target's {self.vocab_size} rows",
-                "every proposed token must exist",
-            ),
-        ]
-        for holds, found, rule in rules:
-            if not holds:
-                raise ValueError(
-                    f"This drafter is not for this target. {found}: {rule}. "
-                    "Load the drafter that was trained for this target."
-                )
-
-
-def concatenate(taps: dict[int, torch.Tensor], layer_ids: list[int]) -> torch.Tensor:
-    """
-    Take the tapped hidden states out of `taps`, in the order of `layer_ids`, on the feature axis: `(B, n, M * H)`.
-
-    All are taken out, also those of other drafters, so that none holds a prompt's states longer than needed, and a
-    hook that does not fire in the next forward cannot go unnoticed.
-
-    Raises:
-        `RuntimeError`: when a hook did not fire.
-    """
-    missing = [i for i in layer_ids if i not in taps]
-    if missing:
-        raise RuntimeError(
-            f"The forward of the target passed by the hooks of layers {missing}. If the target is compiled, attach "
-            "the drafter before the first forward."
-        )
-    states = [taps[i] for i in layer_ids]
-    taps.clear()
-    return torch.cat([state.to(states[0].device) for state in states], dim=-1)

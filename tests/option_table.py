@@ -83,7 +83,7 @@ class Option:
 
 
 def _more_for_cache(batch: int, new: int) -> int:
-    return int(batch > 1)  # the cache of several rows is computed anew
+    return 2 * (batch > 1)  # the cache of several rows is computed anew: prompt, and answer
 
 
 def _at(full: torch.Tensor, row: int, new: int) -> int:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -39,26 +40,134 @@ _SQUARE = {
 }
 _MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2}
+_GEMMA = {**_MIXED, "query_pre_attn_scalar": 16, "tie_word_embeddings": False, "final_logit_softcapping": 2.0}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_ROPE_3D = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+_PARTIAL_ROPE_3D = {**_ROPE_3D, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES = {
     "qwen3": {},
     "llama": {},
+    "qwen2": {},
+    "glm4": {},
+    "smollm3": {},
     "mistral": {"sliding_window": 8},
-    "gemma2": {**_MIXED, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
-    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gemma4_text": {
+        **_MIXED,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],  # the last is always full
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": 2.0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 64,
+    },
     "gpt_oss": {**_MIXED, **_EXPERTS, "num_local_experts": 4},
     "olmo3": _MIXED,
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
     "phi3": {"sliding_window": 8},
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
-    "cohere2": {**_MIXED, "logit_scale": 0.0625},
+    "cohere2": {**_MIXED, "logit_scale": 0.0625, "tie_word_embeddings": False},
+    "deepseek_v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_next": {
+        **_DELTA,
+        **_EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_text": {**_DELTA, "rope_parameters": _PARTIAL_ROPE_3D},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "lm_head_multiplier": 0.25,
+    },
+}
+HYBRIDS = ["lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1"]
+
+IMAGE, VISION_START, VISION_END = 58, 60, 61  # tokens that the targets below take for an image, its start, its end
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 59,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+# Targets whose text model is a part: the fields of their configuration, and of the text's.
+WRAPPED = {
+    "qwen3_5": ({"vision_config": _VISION, **_TOKENS}, FAMILIES["qwen3_5_text"]),
+    "qwen3_vl": (
+        {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}, **_TOKENS},
+        {"rope_parameters": _ROPE_3D},
+    ),
+    "llava": (
+        {
+            "image_token_id": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+        },
+        {"model_type": "llama"},
+    ),
 }
 
 
 # ------------------------------------------------------------------------------------------------------- models
 def square_target(family: str = "qwen3", *, attention: str = "sdpa", seed: int = 0, **overrides) -> PreTrainedModel:
     """A random target of `family` with 3 layers whose head is a square matrix; it never ends a text."""
-    config = AutoConfig.for_model(family, **{**_SQUARE, **FAMILIES[family], **overrides})
-    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    if family in WRAPPED:
+        fields, text = WRAPPED[family]
+        config = AutoConfig.for_model(family, **fields, text_config={**_SQUARE, **text, **overrides})
+        auto = AutoModelForImageTextToText
+    else:
+        config = AutoConfig.for_model(family, **{**_SQUARE, **FAMILIES[family], **overrides})
+        auto = AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # some families draw vectors too, which `sharpen` only varies
+        target = auto.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     sharpen(target, seed)
     target.generation_config.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
     return target

@@ -1,5 +1,7 @@
 """Several rows at once: each is what plain decoding writes, in the predicted number of forwards."""
 
+import random
+
 import pytest
 import torch
 from oracles import (
@@ -23,6 +25,7 @@ import dflash_hf
 from dflash_hf import compat
 from dflash_hf.cache import _move_right
 from dflash_hf.decoding import Decoding
+from dflash_hf.outputs import Texts
 
 
 SLIDING_DRAFTER = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
@@ -244,7 +247,7 @@ def test_no_row_asks_for_positions_beyond_the_last_that_is_needed(rows):
     """A target with as many positions as the text has tokens must do."""
     target, inputs = square_target(), ragged(3, 9, 6)
     full = plain(target, **inputs, max_length=25, do_sample=False)
-    drafter = scripted(target, inputs, full, lambda index, slot: 1000 <= index < 2000, rows, 8)
+    drafter = scripted(target, inputs, full, lambda index, slot: index < 1000, rows, 8)  # row 0 is slow
     with counting(target) as calls:
         found = target.generate(
             **inputs, max_length=25, do_sample=False, custom_generate=dflash_hf.custom_generate(drafter)
@@ -259,7 +262,7 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(rows, monkeypatch):
     target, inputs, lengths = square_target(), ragged(6, 6), []
     full = plain(target, **inputs, max_new_tokens=40, do_sample=False)
     # The rows take turns at being the fast one, so that each falls behind by more and more columns.
-    drafter = scripted(target, inputs, full, lambda index, slot: (index // 8) % 2 == (index >= 1000), rows)
+    drafter = scripted(target, inputs, full, lambda index, slot: (index % 1000 // 8) % 2 == index // 1000, rows)
     round_ = Decoding.round
 
     def noting(self, taps):
@@ -275,6 +278,25 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(rows, monkeypatch):
     )
     assert torch.equal(found, full) and len({r.accepted for r in drafter.last_statistics.rounds}) > 1
     assert lengths and all(held == needed for held, needed in lengths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_grow_by_what_each_row_keeps_of_a_block(seed):
+    """Whatever the rows said in the columns beyond, padding follows the end of each."""
+    draw = random.Random(seed)
+    naive = {row: [draw.randint(1, 9) for _ in range(4)] for row in range(3)}
+    texts, writing = Texts(torch.tensor(list(naive.values())), [4] * 3, [0, 1, 2]), [0, 1, 2]
+    for _ in range(6):
+        width = draw.randint(1, 5)
+        block = torch.tensor([[draw.randint(1, 9) for _ in range(width)] for _ in writing])
+        counts = [draw.randint(1, width) for _ in writing]
+        texts = texts.extended(block, counts, 0)
+        for row, tokens, count in zip(writing, block.tolist(), counts, strict=True):
+            naive[row] += tokens[:count]
+        longest = max(map(len, naive.values()))
+        assert texts.ids.tolist() == [text + [0] * (longest - len(text)) for text in naive.values()]
+        assert texts.ends == [len(text) for text in naive.values()]
+        texts.rows = writing = sorted(draw.sample(writing, draw.randint(1, len(writing))))
 
 
 AUTOREGRESSIVE = {"drafting": "autoregressive", "sample_from_anchor": True, "causal_layers": [True]}

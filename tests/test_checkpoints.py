@@ -15,7 +15,7 @@ from tiny import (
     zlab_tensors,
 )
 
-from dflash_hf import DFlashDraftModel
+from dflash_hf import DFlashDraftModel, pairing
 from dflash_hf.checkpoints import config_from_dict
 from dflash_hf.target import Target
 
@@ -217,7 +217,7 @@ def test_a_mask_beyond_the_embedding_is_refused_with_both_numbers(tmp_path):
     drafter = load(write_folder(tmp_path, zlab_config(dflash_config={**NESTED, "mask_token_id": 96})))
     target = Target(tiny_target(vocab_size=96, num_hidden_layers=8))
     with pytest.raises(ValueError, match="mask_token_id: 96, but the target's embedding has 96 rows"):
-        target.check_pair(drafter)
+        pairing.check(target, drafter)
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path):
@@ -295,7 +295,7 @@ def test_code_from_the_repository_never_runs(folder):
 def test_a_drafter_of_another_target_is_refused_with_both_values(target, drafter, words):
     model = tiny_drafter(tiny_target(), **drafter)
     with pytest.raises(ValueError, match="not for this target") as error:
-        Target(tiny_target(**target)).check_pair(model)
+        pairing.check(Target(tiny_target(**target)), model)
     for word in words:
         assert word in str(error.value)
 
@@ -303,7 +303,7 @@ def test_a_drafter_of_another_target_is_refused_with_both_values(target, drafter
 @pytest.mark.parametrize("config", [{}, {"vocab_size": 72}, {"vocab_size": 60, "mask_token_id": 59}])
 def test_another_padding_of_the_vocabulary_is_no_obstacle(config):
     target = tiny_target()
-    Target(target).check_pair(tiny_drafter(target, **config))
+    pairing.check(Target(target), tiny_drafter(target, **config))
 
 
 def test_layers_that_slide_load_from_our_own_layout(tmp_path):

@@ -13,7 +13,10 @@ PACKAGE = "__init__"  # the package itself, above every room
 LEVELS = [
     {"configuration_dflash", "compat"},
     {"checkpoints", "masking", "verification", "objective", "metrics"},
-    {"attention", "proposal", "target", "cache", "memory", "options", "outputs", "prompt", "state", "modeling_dflash"},
+    {
+        *{"attention", "cache", "memory", "modeling_dflash", "options", "outputs", "pairing", "prompt", "proposal"},
+        *{"recurrent", "state", "target"},
+    },
     {"decoding"},
     {"integration"},
     {"evaluation", "reference", "training"},

@@ -25,9 +25,9 @@ from torch import nn
 from transformers import DynamicCache, LogitsProcessorList, Qwen3Config, RepetitionPenaltyLogitsProcessor
 
 import dflash_hf
-from dflash_hf import DFlashConfig, DFlashDraftModel, masking
+from dflash_hf import DFlashConfig, DFlashDraftModel, masking, pairing
 from dflash_hf.decoding import Decoding
-from dflash_hf.target import Target, concatenate
+from dflash_hf.target import Target
 
 
 SLOTS = {
@@ -531,7 +531,7 @@ def test_the_tap_of_the_embedding_is_what_the_embedding_gives():
     with target.capture([2, -1]) as taps:
         model(ids)
         target.embed(prompt_of(3))  # of a block: not what the text's features are
-        both = concatenate(taps, [2, -1])
+        both = taps.concatenate([2, -1])
     torch.testing.assert_close(both, naive_features(model, ids, [2, -1]))
     assert not model.get_input_embeddings()._forward_hooks
 
@@ -541,7 +541,7 @@ def test_a_forward_that_passes_by_the_embedding_is_reported_even_after_a_draft()
     with target.capture([-1]) as taps:
         target.embed(prompt_of(3))
         with pytest.raises(RuntimeError, match=r"layers \[-1\]"):
-            concatenate(taps, [-1])
+            taps.concatenate([-1])
 
 
 def test_hooks_on_the_embedding_come_and_go():
@@ -679,8 +679,8 @@ def test_a_drafter_of_deeper_layers_than_the_target_is_refused_beside_an_embeddi
     target = square_target()
     drafter = drafter_for(target, target_layer_ids=[-1, 3], num_target_layers=None)
     with pytest.raises(ValueError, match="taps layer 3, the target has layers 0 to 2"):
-        Target(target).check_pair(drafter)
-    Target(target).check_pair(drafter_for(target, target_layer_ids=[-1]))
+        pairing.check(Target(target), drafter)
+    pairing.check(Target(target), drafter_for(target, target_layer_ids=[-1]))
 
 
 def test_flash_attention_is_refused_where_the_context_is_input():

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ProgressCallback
 from dflash_hf import DFlashDraftModel, custom_generate, objective
 from dflash_hf.decoding import Decoding
 from dflash_hf.masking import BLOCKS
-from dflash_hf.target import Target, concatenate
+from dflash_hf.target import Target
 from dflash_hf.training import (
     DFlashTrainer,
     collate,
@@ -208,8 +208,8 @@ def test_a_block_is_bidirectional_unless_its_layers_are_causal(tmp_path, monkeyp
     target, ids = tiny_target(), random_ids(1, 20)
     embed = Target.embed
 
-    def disturbed(self, block):
-        embeds = embed(self, block).clone()
+    def disturbed(self, block, config):
+        embeds = embed(self, block, config).clone()
         embeds[:, -1] += 1.0
         return embeds
 
@@ -284,15 +284,15 @@ def test_only_the_tapped_layers_are_kept_and_no_hook_stays():
     target = Target(tiny_target())
     with target.capture([0, 2]) as taps:
         target.model(random_ids(1, 9))
-        assert taps.keys() == {0, 2}
+        assert taps.states.keys() == {0, 2}
     assert not any(layer._forward_hooks for layer in target.layers)
     target.model(random_ids(1, 9, seed=1))
-    assert concatenate(taps, [0, 2]).shape == (1, 9, 64)
+    assert taps.concatenate([0, 2]).shape == (1, 9, 64)
 
 
 def test_a_hook_that_did_not_fire_is_reported():
     with Target(tiny_target()).capture([1]) as taps, pytest.raises(RuntimeError, match=r"layers \[1\]"):
-        concatenate(taps, [1])
+        taps.concatenate([1])
 
 
 def store_for(folder, drafter, target, texts, *, soft_labels: bool) -> FeatureStore:

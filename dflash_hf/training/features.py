@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from huggingface_hub.utils import WeakFileLock
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..configuration_dflash import DFlashConfig
-from ..target import Target, concatenate
+from ..pairing import json_hash, tokenizer_hash
+from ..target import Target
 from .data import positions
 
 
@@ -91,8 +92,8 @@ def manifest_for(
         soft_labels=soft_labels,
         width=(len(config.target_layer_ids) + soft_labels) * target.hidden_size,
         dtype=str(target.model.dtype).removeprefix("torch."),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
-        template_hash=_json_hash(tokenizer.chat_template),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        template_hash=json_hash(tokenizer.chat_template),
         documents=len(dataset.lengths),
         tokens=sum(dataset.lengths),
         data_hash=_data_hash(dataset.texts),
@@ -115,7 +116,7 @@ def target_states(
     places = {"position_ids": positions(document)} if packed else {}
     with target.capture(layer_ids) as taps, torch.autocast(input_ids.device.type, enabled=False):
         output = target.decoder(input_ids=input_ids, **places, use_cache=False)
-    states = concatenate(taps, layer_ids)
+    states = taps.concatenate(layer_ids)
     return torch.cat([states, output.last_hidden_state.to(states)], dim=-1) if soft_labels else states
 
 
@@ -376,25 +377,12 @@ def _weights_hash(model: nn.Module) -> str:
     return _short(digest)
 
 
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the whole tokenizer, or of the vocabulary of one that is written in Python."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return _json_hash(tokenizer.get_vocab())
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # What the latest call asked for, not what the tokenizer is.
-    return _json_hash({key: value for key, value in state.items() if key not in ("padding", "truncation")})
-
-
 def _data_hash(texts: Sequence[Sequence[int]]) -> str:
     digest = hashlib.sha256()
     for ids in texts:
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(np.asarray(ids, dtype="<i8"))
     return _short(digest)
-
-
-def _json_hash(value) -> str:
-    return _short(hashlib.sha256(json.dumps(value, sort_keys=True).encode()))
 
 
 def _short(digest) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..modeling_dflash import DFlashDraftModel
-from ..target import Target, concatenate
+from ..target import Target
 
 
 @torch.no_grad()
@@ -49,9 +49,7 @@ def initialise_from_target(drafter: DFlashDraftModel, target: Target, sample_ids
     layer_ids = drafter.config.target_layer_ids
     with target.capture(layer_ids) as taps:
         target.decoder(input_ids=sample_ids.to(target.model.device), use_cache=False)
-    size = (
-        concatenate(taps, layer_ids).float().unflatten(-1, (len(layer_ids), -1)).pow(2).mean((0, 1, 3)).sqrt()
-    )  # [M]
+    size = taps.concatenate(layer_ids).float().unflatten(-1, (len(layer_ids), -1)).pow(2).mean((0, 1, 3)).sqrt()  # [M]
     hidden = drafter.config.hidden_size
     weight = torch.randn(hidden, len(layer_ids), hidden) * 0.5 / (len(layer_ids) * hidden) ** 0.5
     weight[:, -1] += torch.eye(hidden)

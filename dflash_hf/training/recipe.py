@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..configuration_dflash import EMBEDDING_TAP, DFlashConfig
 from ..masking import BLOCKS
 from ..modeling_dflash import DFlashDraftModel
+from ..pairing import origin_of
 from ..target import Target
 from .arguments import DFlashTrainingArguments, DrafterArguments
 from .data import ConversationDataset
@@ -328,7 +329,9 @@ def _configuration(
     special_fields = _sliding(arguments.sliding_window, causal_layers) if arguments.sliding_window else {}
     if conditioning == "none":  # the target's embedding in place of its layers
         special_fields["target_layer_ids"] = [EMBEDDING_TAP]
-    like_target, is_embedded = arguments.init_from == "target", arguments.target == "reference"
+    like_target, origin = arguments.init_from == "target", origin_of(target.model, tokenizer)
+    embedded = arguments.target == "reference"
+    origin["target_name"] = Path(target.model.config._name_or_path).name if embedded else arguments.target
     return DFlashConfig.from_target(
         target.model.config,
         mask_token_id=mask,
@@ -337,7 +340,7 @@ def _configuration(
         num_taps=arguments.num_taps or 5,
         draft_vocab_size=arguments.draft_vocab_size,
         qk_norm=not like_target or "self_attn.q_norm.weight" in target.layers[-1].state_dict(),
-        target_name=Path(target.model.config._name_or_path).name if is_embedded else arguments.target,
+        **origin,
         sample_from_anchor=arguments.sample_from_anchor or autoregressive,
         drafting=drafting,
         conditioning="input" if conditioning == "none" else conditioning,

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import is_matplotlib_available, logging
 
-from .. import masking, objective
+from .. import masking, objective, pairing
 from ..modeling_dflash import DFlashDraftModel
 from ..proposal import ProposalHead
 from ..target import Target
@@ -63,7 +63,7 @@ class DFlashTrainer(Trainer):
         eval_prompts: Sequence[torch.Tensor] = (),
         **kwargs,
     ):
-        target.check_pair(model)
+        pairing.check(target, model)
         check_run(args, eval_dataset, eval_prompts)
         # Trainer evaluates only if it is given a data set; ours may measure on prompts alone.
         super().__init__(model, args, data_collator=collate, eval_dataset=eval_dataset or [], **kwargs)
@@ -216,7 +216,7 @@ class DFlashTrainer(Trainer):
         }
         dtype = next(model.parameters()).dtype
         output = model(
-            noise_embeds=self.target.embed(block_ids.flatten(1)).to(dtype),
+            noise_embeds=self.target.embed(block_ids.flatten(1), self.model.config).to(dtype),
             context_hidden_states=states[..., : self.model.fc.in_features].to(dtype),
             position_ids=torch.cat([place, (place.gather(1, anchors).unsqueeze(-1) + offsets).flatten(1)], dim=1),
             attention_mask=masks,

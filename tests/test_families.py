@@ -1,0 +1,180 @@
+"""Families of targets: text, forwards, the law of the proposals, and images."""
+
+import pytest
+import torch
+from family_table import RATES, TARGETS, check, inputs_of
+from oracles import (
+    FAMILIES,
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    WRAPPED,
+    at_rate,
+    counting,
+    drafter_for,
+    plain,
+    prompt_of,
+    script,
+    square_target,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
+
+import dflash_hf
+from dflash_hf import compat
+from dflash_hf.proposal import ProposalHead
+from dflash_hf.target import Target
+
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+SLOW = [pytest.param(rate, marks=() if rate == "0.7" else pytest.mark.slow) for rate in RATES]
+
+
+@pytest.mark.parametrize("rate", SLOW)
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("length", [pytest.param("short", marks=pytest.mark.slow), "long"])
+@pytest.mark.parametrize("family", TARGETS)
+def test_text_is_that_of_plain_decoding_in_the_predicted_forwards(family, length, batch, rate, rows):
+    check(family, "eager", length, batch, rate, rows)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_proposals_have_the_scale_and_the_cap_of_the_targets_logits(family):
+    target = square_target(family, attention="eager")
+    adapter = Target(target)
+    head = ProposalHead(drafter_for(target), adapter)
+    inputs = {"input_ids": prompt_of(6).clamp(max=50)}
+    with torch.no_grad():
+        hidden = target.base_model(**inputs).last_hidden_state
+        torch.testing.assert_close(head.logits(hidden), target(**inputs).logits)
+
+
+def test_families_with_a_scale_or_a_cap_are_among_those_tested():
+    shaped = set()
+    for family in TARGETS:
+        adapter = Target(square_target(family, attention="eager"))
+        some = torch.linspace(-5, 5, 64)
+        if not torch.equal(adapter.shape_logits(some), some):
+            shaped.add(family)
+    assert shaped >= {"gemma2", "gemma3_text", "gemma4_text", "granite", "cohere2", "falcon_h1"}
+
+
+# --------------------------------------------------------------------------------------------------------- embeddings
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_slots_are_given_what_the_embedding_module_returns(family):
+    target, ids = square_target(family, attention="eager"), prompt_of(5)
+    drafter, given = drafter_for(target), []
+    drafter.register_forward_pre_hook(lambda m, a, kwargs: given.append(kwargs["noise_embeds"]), with_kwargs=True)
+    target.generate(ids, **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
+    block = torch.full((1, 4), drafter.config.mask_token_id)
+    block[0, 0] = plain(target, ids, **GREEDY)[0, 5]
+    with torch.no_grad():
+        states = target(block, output_hidden_states=True).hidden_states[0]
+    first = next(each for each in given if each.shape[1])  # the calls before it take the context in
+    assert torch.equal(first, states)
+    assert not torch.allclose(states, target.get_input_embeddings().weight[block])  # it is scaled
+
+
+def test_embeddings_can_be_rows_of_the_table_with_a_scale():
+    target = square_target("gemma2", attention="eager")
+    config = drafter_for(target, input_embeddings="table", input_embedding_scale=0.5).config
+    ids, rows = prompt_of(5), target.get_input_embeddings().weight
+    assert torch.equal(Target(target).embed(ids, config), rows[ids] * 0.5)
+    assert torch.equal(Target(target).embed(ids), target.get_input_embeddings()(ids))
+
+
+# ------------------------------------------------------------------------------------------------------------- images
+def image_prompt(family: str, target, seed: int = 0) -> dict:
+    """Two rows with one image each, the second shorter and padded."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "llava":
+        around, images = ([], []), {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
+    else:
+        around = [VISION_START], [VISION_END]
+        images = {
+            "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator),
+            "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        }
+    texts = [
+        [*prompt_of(3, seed=1).clamp(max=50)[0].tolist(), *around[0], *[IMAGE] * 4, *around[1], 5, 9, 13],
+        [7, *around[0], *[IMAGE] * 4, *around[1], 11, 3],
+    ]
+    columns = max(map(len, texts))
+    ids = torch.tensor([[0] * (columns - len(text)) + text for text in texts])
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long(), **images}
+    return inputs if family == "llava" else {**inputs, "mm_token_type_ids": (ids == IMAGE).long()}
+
+
+def first_row(family: str, inputs: dict) -> dict:
+    sizes = {"pixel_values": 1 if family == "llava" else 16}
+    return {name: value[: sizes.get(name, 1)] for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("family", WRAPPED)
+def test_text_about_an_image_is_that_of_plain_decoding(family, batch, as_dict, rows):
+    target = square_target(family, attention="eager")
+    texts = []
+    for seed in (0, 1):
+        inputs = image_prompt(family, target, seed)
+        inputs = inputs if batch == 2 else first_row(family, inputs)
+        full = plain(target, **inputs, **GREEDY)
+        drafter = drafter_for(target)
+        offset = (1 - inputs["attention_mask"]).sum(1).tolist()
+        script(drafter, target, full, at_rate(0.3), offset=offset, rows=rows)
+        found = target.generate(
+            **inputs,
+            **GREEDY,
+            return_dict_in_generate=as_dict,
+            custom_generate=dflash_hf.custom_generate(drafter),
+        )
+        assert torch.equal(found.sequences if as_dict else found, full)
+        assert 3 < drafter.last_statistics.target_forwards < 20
+        texts.append(full.tolist())
+    assert texts[0] != texts[1]  # the image matters
+
+
+@pytest.mark.parametrize("family", WRAPPED)
+def test_a_prompt_with_an_image_in_parts_is_refused_by_name(family):
+    target = square_target(family, attention="eager")
+    method = dflash_hf.custom_generate(drafter_for(target))
+    with pytest.raises(ValueError, match="prefill_chunk_size=4: a prompt with images"):
+        target.generate(**image_prompt(family, target), **GREEDY, prefill_chunk_size=4, custom_generate=method)
+
+
+# -------------------------------------------------------------------------------------------------------- what is not
+def test_a_layer_that_nobody_taught_us_is_refused_by_name_before_any_forward():
+    target = square_target()
+    kept = DynamicCache(config=target.config)
+    kept.layers[1] = DynamicIndexedLayer()
+    method = dflash_hf.custom_generate(drafter_for(target))
+    with counting(target) as calls, pytest.raises(ValueError, match="DynamicIndexedLayer"):
+        target.generate(prompt_of(5), **GREEDY, custom_generate=method, **{compat.CACHE: kept})
+    assert not calls
+
+
+def test_targets_without_any_attention_are_refused_by_name():
+    config = AutoConfig.for_model(
+        "mamba2",
+        hidden_size=32,
+        num_hidden_layers=2,
+        vocab_size=64,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises((ValueError, TypeError), match="attention|no decoder-only|cache_params"):
+        drafter = drafter_for(square_target(hidden_size=32), num_target_layers=None)
+        target.generate(prompt_of(5), **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
+
+
+def test_every_family_of_the_notes_is_in_the_table():
+    assert {*FAMILIES, *WRAPPED} >= {
+        *{"llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "smollm3", "deepseek_v3", "granite", "mistral"},
+        *{"gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "cohere2", "lfm2", "qwen3_next"},
+        *{"qwen3_5_text", "qwen3_5", "falcon_h1", "qwen3_vl", "llava"},
+    }
+    assert inputs_of("long", 1)["input_ids"].shape[1] > 8 > inputs_of("short", 1)["input_ids"].shape[1]
