@@ -13,23 +13,20 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
 
 from . import cache as caches
 from . import compat, memory, options, pairing, verification
 from .cache import AlignedCache
 from .configuration_dflash import EMBEDDING_TAP
+from .drafting import Drafting
 from .metrics import GenerationStatistics, RoundRecord, Stopwatch
 from .modeling_dflash import DFlashDraftModel
 from .outputs import Collector, Forward, Processing, Stopping, Texts
 from .prompt import Prompt
-from .proposal import ProposalHead
 from .recurrent import MixerCall
 from .state import DecodeState
-from .target import Taps, Target, device_of
+from .target import Taps, Target
 
-
-logger = logging.get_logger(__name__)
 
 # `generate` fills this in for every call, so it says nothing of what the user wants.
 _DEFAULT_CAP = 20
@@ -56,9 +53,7 @@ class Decoding:
     ):
         self.target, self.drafter, self.prompt = target, drafter, prompt
         self.num_rows, self.prompt_columns = prompt.ids.shape
-        self.head = ProposalHead(drafter, target)
-        self.place = device_of(drafter), drafter.dtype
-        self.layer_ids, self.mask_token_id = drafter.config.target_layer_ids, drafter.config.mask_token_id
+        self.layer_ids = drafter.config.target_layer_ids
         # What follows the end of a text, as `generate` settled it.
         self.pad_id = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         self.stopping = Stopping(criteria, self.pad_id)
@@ -86,8 +81,7 @@ class Decoding:
             last_position=anchor_position + (self.max_length - self.prompt_columns - 2),
             position_offsets=prompt.position_offsets,
         )
-        self.drafting = True  # until a draft is not finite
-        self.finite: torch.Tensor | None = None  # whether the draft is
+        self.drafting = Drafting(target, drafter, self.processing, self.drawing)
         # Without end tokens, rows are written on until the last one has stopped, as in plain decoding.
         self.pads = self.stopping.pads or self.num_rows == 1
         self.stopped: list[int | None] = [None] * self.num_rows  # columns at which each row stopped
@@ -131,8 +125,7 @@ class Decoding:
 
     def absorb(self) -> None:
         """Take the context into the drafter's cache, without drafting."""
-        self._denoise(self.state.texts.ids.new_empty(len(self.state.context), 0), self.state.fresh)
-        self.state.absorbed()
+        self.drafting.absorb(self.state)
 
     def round(self, taps: Taps) -> None:
         """Draft, verify, commit. If it fails half-way, the caches are as before it."""
@@ -140,9 +133,9 @@ class Decoding:
         rows = state.texts.rows
         width = min(self.max_proposals, self.max_length - min(state.texts.ends[row] for row in rows) - 1)
         start = self.watch.mark()
-        if state.lag > MAX_LAG:
-            self.catch_up()
         try:
+            if state.lag > MAX_LAG:
+                self.catch_up()
             with self.processing.trial():
                 proposals, q = self.draft(width)
             drafted = self.watch.mark()
@@ -161,74 +154,8 @@ class Decoding:
         self.marks.append((proposals.shape[1], counts, start, drafted, verified, self.watch.mark()))
 
     def draft(self, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Propose the next tokens, at most `width`.
-
-        Returns:
-            `(proposals, q)`: ids `(rows, n)`, and where they are drawn, their law, `(rows, n, V)`.
-        """
-        state = self.state
-        if width == 0 or not self.drafting:
-            none = state.anchor[:, :0]
-            return none, torch.zeros(*none.shape, self.target.num_logits, device=none.device)
-        if self.drafter.config.drafting == "autoregressive":
-            proposals, q = self._draft_one_by_one(width, state.fresh)
-        else:
-            block = state.anchor.new_full((len(state.anchor), self.drafter.config.block_size), self.mask_token_id)
-            block[:, :1] = state.anchor
-            hidden = self._denoise(block, state.fresh)[:, -self.drafter.config.num_proposals :]
-            proposals, q = self._propose(state.texts, hidden[:, :width])
-        state.absorbed()
-        return proposals, q
-
-    def _draft_one_by_one(self, width: int, fresh: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A forward for each proposal; the drafter's cache holds the block's earlier slots meanwhile."""
-        tokens, laws = self.state.anchor, []
-        for i in range(width):
-            texts = self.state.texts.followed_by(tokens[:, 1:])
-            proposal, q = self._propose(texts, self._denoise(tokens[:, -1:], fresh, start=i))
-            tokens = torch.cat([tokens, proposal], dim=1)
-            laws.append(q)
-            # What must be asked as in plain decoding is not asked behind the end of a text.
-            if self.processing.as_plain and not self.stopping.end_ids.isdisjoint(proposal.flatten().tolist()):
-                break
-            if not proposal.numel():
-                break
-        return tokens[:, 1:], torch.cat(laws, dim=1) if self.drawing else None
-
-    def _denoise(self, ids: torch.Tensor, fresh: int | torch.Tensor, *, start: int = 0) -> torch.Tensor:
-        """
-        Hidden states `(rows, n, H)` of the block's slots from `start` on, which hold `ids` `(rows, n)`.
-
-        Args:
-            fresh: how many columns the context of this round has, or their mask.
-        """
-        state = self.state
-        positions = state.anchor_position + torch.arange(start, start + ids.shape[1], device=ids.device)
-        mask = state.draft.mask_with(len(ids), fresh, start + ids.shape[1])
-        new = slice(None) if start == 0 else slice(0, 0)  # the context goes in with the first slots
-        return self.drafter(
-            noise_embeds=self.target.embed(ids, self.drafter.config).to(*self.place),
-            context_hidden_states=state.context[:, new].to(*self.place),
-            position_ids=torch.cat([state.context_positions[:, new], positions], dim=1).to(self.place[0]),
-            attention_mask=mask if mask is None else mask.to(self.place[0]),
-            **{compat.CACHE: state.draft.cache},
-        ).last_hidden_state
-
-    def _propose(self, texts: Texts, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
-        device = texts.ids.device
-        finite = hidden.isfinite().all().to(device)
-        self.finite = finite if self.finite is None else self.finite & finite
-        logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
-        if not self.drawing and not self.processing.for_drafts:
-            return self.head.greedy(logits).to(device), None
-        # A drafter that overflows must not spoil the law of slots that are fine.
-        logits = self.head.over_vocabulary(logits.nan_to_num(), self.target.num_logits).to(device)
-        if not self.drawing:
-            return self.processing.walk(texts, logits, lambda scores: scores.argmax(-1))[0], None
-        proposals, scores = self.processing.walk(texts, logits, lambda s: verification.draw(s.softmax(-1)))
-        return proposals, scores.softmax(-1)
+        """Propose the next tokens, at most `width`; see [`Drafting.propose`]."""
+        return self.drafting.propose(self.state, width)
 
     def verify(self, proposals: torch.Tensor) -> Forward:
         """Run the target on the anchor and `proposals` `(rows, width)`: `width + 1` slots."""
@@ -236,12 +163,8 @@ class Decoding:
         inputs = self._inputs(torch.cat([state.unseen, proposals], dim=1), num_logits=num_slots if state.lag else None)
         outputs = self.target.model(**inputs, **self.collector.asked)
         logits = outputs.logits[:, -num_slots:].to(proposals.device, torch.float32)
-        states, attentions = outputs.get("hidden_states"), outputs.get("attentions")
-        if state.lag and states is not None:
-            states = tuple(each if each is None else each[:, -num_slots:] for each in states)
-        if state.lag and attentions is not None:
-            attentions = tuple(each if each is None else each[:, :, -num_slots:] for each in attentions)
-        return Forward(logits, states, attentions, caches.windows_of(state.target.cache))
+        windows = caches.windows_of(state.target.cache) if "output_attentions" in self.collector.asked else []
+        return Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"), windows)
 
     def catch_up(self) -> None:
         """Run the target on what its cache lags behind."""
@@ -275,8 +198,8 @@ class Decoding:
         mask = (steps < counts).long() if min(committed) < most else None
         num_slots = context.shape[1]
         context, positions = context[:, :most], state.anchor_position + steps
-        if not self.drafting:
-            pass  # nor will it ever be
+        if self.drafting.over:
+            pass  # nobody will ask for it
         elif state.context.shape[1] == 0:
             state.context, state.context_positions = context, positions
             state.context_mask, state.context_ends = mask, committed
@@ -306,7 +229,7 @@ class Decoding:
             return
         if state.lag:
             self.catch_up()
-        if self.drafting:
+        if not self.drafting.over:
             if state.context.shape[1]:
                 self.absorb()
             caches.leave_draft(state.target.cache, self.drafter.config, state.draft)
@@ -444,16 +367,10 @@ class Decoding:
             verdict = verification.match(self._choose(scores), proposals)
         block = torch.cat([proposals, verdict.token.unsqueeze(1)], dim=1)
         block = block.scatter(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-        finite = torch.ones_like(verdict.accepted) if self.finite is None else self.finite.expand(len(block))
-        numbers = torch.stack([verdict.accepted, finite], dim=1)
-        numbers = torch.cat([numbers, block], dim=1).tolist()
+        finite = self.drafting.take_finite(verdict.accepted)
+        numbers = torch.cat([verdict.accepted.unsqueeze(1), finite, block], dim=1).tolist()
         if not numbers[0][1]:
-            self.drafting = False
-            logger.warning(
-                "The drafter's states are not finite (infinite or not a number), so the rest of this text is decoded "
-                "without it. A drafter that was trained in bfloat16 may overflow in float16: load it in its own dtype."
-            )
-        self.finite = None
+            self.drafting.end()
         return block, [accepted for accepted, *_ in numbers], [tokens for _, _, *tokens in numbers]
 
 

@@ -282,9 +282,10 @@ class Forward:
     What a forward of the target gave.
 
     Args:
-        logits (`torch.Tensor` of shape `(rows, n, V)`, float32): of n slots.
-        hidden_states (`tuple` of tensors of shape `(rows, n, H)`, *optional*): of each layer, if they are wanted.
-        attentions (`tuple` of tensors of shape `(rows, heads, n, keys)`, *optional*): likewise.
+        logits (`torch.Tensor` of shape `(rows, n, V)`, float32): of n slots, the last that were run.
+        hidden_states (`tuple` of tensors of shape `(rows, n or more, H)`, *optional*): of each layer, if they are
+            wanted.
+        attentions (`tuple` of tensors of shape `(rows, heads, n or more, keys)`, *optional*): likewise.
         windows (`list[int | None]`, *optional*): of each layer; `None` for the prompt's forward, all of whose states
             belong to its one slot.
     """
@@ -302,15 +303,16 @@ class Forward:
         tensors = getattr(self, name)
         if not tensors:  # as some attention backends have it
             return ()
+        later = self.logits.shape[1] - slot  # slots from this one on
         if self.windows is None:
             parts = [tensor if tensor is None else tensor[entry] for tensor in tensors]
         elif name == "hidden_states":
-            parts = [tensor if tensor is None else tensor[entry, slot : slot + 1] for tensor in tensors]
+            parts = [tensor if tensor is None else tensor[entry, -later:][:1] for tensor in tensors]
         else:
-            stops = [tensor.shape[3] - (tensor.shape[2] - slot - 1) for tensor in tensors]  # without later slots
+            stops = [tensor.shape[3] - later + 1 for tensor in tensors]  # without the keys of later slots
             keys = [num_columns if window is None else min(num_columns, window) for window in self.windows]
             parts = [
-                tensor[entry, :, slot : slot + 1, stop - n : stop]
+                tensor[entry, :, -later:, stop - n : stop][:, :1]
                 for tensor, n, stop in zip(tensors, keys, stops, strict=True)
             ]
         return tuple(part if part is None else part.clone() for part in parts)

@@ -27,6 +27,7 @@ from transformers import pipeline
 
 import dflash_hf
 from dflash_hf.decoding import Decoding
+from dflash_hf.proposal import ProposalHead
 from dflash_hf.target import Target
 
 
@@ -362,10 +363,10 @@ def test_shortlist_takes_the_best_listed_token():
     short.draft_token_ids.copy_(listed)
     hidden = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(1))
     expected = target.lm_head(hidden)[..., listed]
-    head = dflash_hf.decoding.ProposalHead(short, Target(target))
+    head = ProposalHead(short, Target(target))
     torch.testing.assert_close(head.logits(hidden), expected)
     assert head.greedy(head.logits(hidden)).tolist() == listed[expected.argmax(-1)].tolist()
-    full = dflash_hf.decoding.ProposalHead(whole, Target(target))
+    full = ProposalHead(whole, Target(target))
     torch.testing.assert_close(full.logits(hidden), target.lm_head(hidden))
 
 

@@ -13,10 +13,8 @@ PACKAGE = "__init__"  # the package itself, above every room
 LEVELS = [
     {"configuration_dflash", "compat"},
     {"checkpoints", "masking", "verification", "objective", "metrics"},
-    {
-        *{"attention", "cache", "memory", "modeling_dflash", "options", "outputs", "pairing", "prompt", "proposal"},
-        *{"recurrent", "state", "target"},
-    },
+    {"attention", "cache", "memory", "modeling_dflash", "options", "outputs", "pairing"}
+    | {"drafting", "prompt", "proposal", "recurrent", "state", "target"},
     {"decoding"},
     {"integration"},
     {"evaluation", "reference", "training"},

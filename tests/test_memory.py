@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import SynthIDTextWatermarkingConfig
 
 import dflash_hf
-from dflash_hf import decoding, memory, verification
+from dflash_hf import drafting, memory, verification
 from dflash_hf.decoding import Decoding
 from dflash_hf.proposal import ProposalHead
 
@@ -233,7 +233,7 @@ def test_slot_without_any_proposal_does_not_bias_the_slots_before_it(monkeypatch
                 out[:, 1::2] = float("nan")
             return out
 
-    monkeypatch.setattr(decoding, "ProposalHead", Head)
+    monkeypatch.setattr(drafting, "ProposalHead", Head)
     torch.manual_seed(0)
     inputs = {"input_ids": torch.ones(4, 1, dtype=torch.long), "attention_mask": torch.ones(4, 1, dtype=torch.long)}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 500, "logits_processor": [Alternate()]}

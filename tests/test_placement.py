@@ -20,7 +20,7 @@ from test_batches import ragged, scripted
 from torch import nn
 
 import dflash_hf
-from dflash_hf import DFlashDraftModel, decoding, integration, pairing
+from dflash_hf import DFlashDraftModel, drafting, integration, pairing
 from dflash_hf.target import Target
 
 
@@ -229,7 +229,7 @@ def test_draft_that_is_not_finite_ends_the_drafting_with_one_warning(options, le
     target, inputs = square_target(), ragged(*lengths)
     expected = plain(target, **inputs, **GREEDY)
     drafter, warnings = scripted(target, inputs, expected, never, rows), []
-    monkeypatch.setattr(decoding.logger, "warning", lambda *args: warnings.append(args[0]))
+    monkeypatch.setattr(drafting.logger, "warning", lambda *args: warnings.append(args[0]))
     # Only after a few rounds, for the whole block of the last row.
     columns = max(lengths)
 
@@ -254,15 +254,14 @@ def test_draft_that_is_not_finite_ends_the_drafting_with_one_warning(options, le
     assert all(record.proposed == 0 for record in drafter.last_statistics.rounds[-len(lengths) :])
 
 
-@pytest.mark.parametrize("drafting", ["parallel", "autoregressive"])
-def test_drafter_of_nothing_but_nan(drafting, monkeypatch):
-    fields = {"drafting": drafting, "sample_from_anchor": True} if drafting == "autoregressive" else {}
+@pytest.mark.parametrize("fields", [{}, {"drafting": "autoregressive", "sample_from_anchor": True}], ids=str)
+def test_drafter_of_nothing_but_nan(fields, monkeypatch):
     target, warnings = square_target(), []
     drafter = drafter_for(target, **fields)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.fill_(float("nan"))
-    monkeypatch.setattr(decoding.logger, "warning", lambda *args: warnings.append(args[0]))
+    monkeypatch.setattr(drafting.logger, "warning", lambda *args: warnings.append(args[0]))
     dflash_hf.attach(target, drafter)
     for turn in range(2):
         found = target.generate(prompt_of(6), assistant_model=drafter, **GREEDY)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.trainer_callback import ProgressCallback
 
 from dflash_hf import DFlashDraftModel, custom_generate, objective
-from dflash_hf.decoding import Decoding
+from dflash_hf.drafting import Drafting
 from dflash_hf.masking import BLOCKS
 from dflash_hf.target import Target
 from dflash_hf.training import (
@@ -128,10 +128,10 @@ def drafts_of_the_loop(monkeypatch, drafter, target, prompt, new: int) -> tuple[
     token, the slots after a wrong one are left out.
     """
     full = plain(target, prompt, max_new_tokens=new, do_sample=False)
-    drafts = {}
+    drafts, states, propose = {}, [], Drafting.propose
 
-    def propose(self, texts, hidden):
-        text, anchor = texts.ids, self.state.texts.ids.shape[1] - 1
+    def choose(self, texts, hidden):
+        text, anchor = texts.ids, states[-1].texts.ids.shape[1] - 1
         start = text.shape[1]
         proposals = full[:, start : start + hidden.shape[1]].clone()
         if torch.equal(text, full[:, :start]):
@@ -139,7 +139,8 @@ def drafts_of_the_loop(monkeypatch, drafter, target, prompt, new: int) -> tuple[
         wrong = (torch.arange(start, start + hidden.shape[1]) % 7 == 3).unsqueeze(0)
         return torch.where(wrong, (proposals + 1) % MASK, proposals), None
 
-    monkeypatch.setattr(Decoding, "_propose", propose)
+    monkeypatch.setattr(Drafting, "propose", lambda *args: (states.append(args[1]), propose(*args))[1])
+    monkeypatch.setattr(Drafting, "_choose", choose)
     ours = plain(
         target, prompt, max_new_tokens=new, do_sample=False, custom_generate=custom_generate(drafter), use_cache=True
     )
