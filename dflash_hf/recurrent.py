@@ -2,31 +2,56 @@
 The recurrent layers of a target, whose cache is a state and not a list of tokens, so that no crop can roll it back.
 
 The state is copied at every commit. After a forward of which only some columns stay, it is put back, and the mixer
-alone is run again on what it was given for those columns: attention, MLP and experts are not.
+alone is run again on what it was given for those columns: attention, MLP and experts are not, and what its linear
+layers said of those columns is remembered, so that no weight matrix is read again.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
-class MixerCall(NamedTuple):
+@dataclass
+class MixerCall:
     """
     How a mixer was called in the latest forward of the target.
 
-    Fields:
+    Args:
         mixer (`nn.Module`): the part of a decoder layer that updates the state.
         args (`tuple`), kwargs (`dict`): of its forward; tensors of shape `(B, n, ...)` are about n columns.
+        outputs (`dict[int, list[torch.Tensor]]`): of its linear layers, by the identity of their weight.
     """
 
     mixer: nn.Module
     args: tuple
     kwargs: dict[str, Any]
+    outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class _Remembered(TorchFunctionMode):
+    """
+    Products with matrices whose results are known are not computed.
+
+    Args:
+        outputs (`Mapping[int, torch.Tensor]`): by the identity of the weight.
+    """
+
+    def __init__(self, outputs: Mapping[int, torch.Tensor]):
+        super().__init__()
+        self.outputs = outputs
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and len(args) > 1 and id(args[1]) in self.outputs:
+            return self.outputs[id(args[1])]
+        return func(*args, **(kwargs or {}))
 
 
 class RecurrentLayers:
@@ -88,7 +113,12 @@ class RecurrentLayers:
                 return cache
             return value[rows, columns] if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
 
-        call.mixer(*map(part, call.args), **{name: part(value) for name, value in call.kwargs.items()})
+        # Of layers that were called once, and on the columns as they are.
+        known = {
+            key: part(each[0]) for key, each in call.outputs.items() if len(each) == 1 and each[0].shape[:2] == shape
+        }
+        with _Remembered(known):
+            call.mixer(*map(part, call.args), **{name: part(value) for name, value in call.kwargs.items()})
         _trim(layer)
         return layer
 

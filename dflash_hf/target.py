@@ -135,6 +135,20 @@ class MixerHook:
             taps.mixers[self.layer_id] = MixerCall(module, args, kwargs)
 
 
+class LinearHook:
+    """Forward hook of a linear layer of a mixer: what it returns is remembered with the call of the mixer."""
+
+    def __init__(self, layer_id: int):
+        self.layer_id = layer_id
+
+    def __call__(self, module: nn.Linear, args: tuple, output: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        taps = _taps.get()
+        if taps is not None and self.layer_id in taps.mixers:
+            taps.mixers[self.layer_id].outputs.setdefault(id(module.weight), []).append(output)
+
+
 def device_of(module: nn.Module) -> torch.device | None:
     """Where a module computes; `None` for one without weights."""
     # Of weights that are brought in for each call, accelerate knows where to.
@@ -238,6 +252,8 @@ class Target:
         handles = [self._hook(i, stays=False) for i in layer_ids if not self._has_hook(i)]
         for i, mixer in self.mixers.items() if mixers else ():
             handles.append(mixer.register_forward_pre_hook(MixerHook(i), with_kwargs=True))
+            linears = [part for part in mixer.modules() if isinstance(part, nn.Linear)]
+            handles += [part.register_forward_hook(LinearHook(i)) for part in linears]
         token = _taps.set(taps)
         try:
             yield taps

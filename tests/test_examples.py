@@ -10,6 +10,8 @@ from oracles import word_tokenizer
 from tiny import tiny_drafter, tiny_target
 
 from dflash_hf import DFlashDraftModel, cache, reference
+from dflash_hf.drafting import Drafting
+from dflash_hf.recurrent import RecurrentLayers
 from dflash_hf.training import recipe
 
 
@@ -124,3 +126,13 @@ def test_batches_are_timed_at_toy_size(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["batch 1", "batch 4"]
     assert all("tau 1.0" in line and "% moving rows" in line for line in lines)
+
+
+def test_the_cost_of_recurrent_layers_is_told_at_toy_size(monkeypatch, capsys):
+    for owner, name in ((Drafting, "propose"), (RecurrentLayers, "replay"), (RecurrentLayers, "save")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    sizes = ["--hidden-size", "64", "--layers", "4", "--vocab-size", "80", "--prompt-length", "9"]
+    run("hybrids.py", monkeypatch, *sizes, "--max-new-tokens", "12")
+    first, *shares = capsys.readouterr().out.splitlines()
+    assert "forwards for 12 tokens" in first
+    assert [line.split(":")[0] for line in shares] == ["replay", "save"] and all("%" in line for line in shares)

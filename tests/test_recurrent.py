@@ -16,12 +16,14 @@ from oracles import (
     square_target,
 )
 from test_batches import ragged, scripted
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import dflash_hf
 from dflash_hf import compat, decoding
 from dflash_hf import target as targets
 from dflash_hf.decoding import Decoding
+from dflash_hf.recurrent import RecurrentLayers
 
 
 WRONG = {"never": never, "30 %": at_rate(0.3), "always": lambda index, slot: True}
@@ -201,3 +203,29 @@ def test_mixers_alone_run_again_and_only_where_something_was_rejected(family, ro
             target.generate(**inputs, **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
         rejected = sum(record.committed <= record.proposed for record in drafter.last_statistics.rounds)
         assert all(len(each) == len(calls) + rejected for each in runs)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_weight_matrix_is_read_again(family, rows, monkeypatch):
+    """What the linear layers of a mixer said of the block is taken for the accepted part of it."""
+    target, inputs, products = square_target(family), ragged(3, 7), []
+    full = plain(target, **inputs, **GREEDY)
+    drafter = scripted(target, inputs, full, WRONG["30 %"], rows, 5)
+    run = RecurrentLayers._run
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                products.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def counted(*args):
+        with Counting():
+            return run(*args)
+
+    monkeypatch.setattr(RecurrentLayers, "_run", counted)
+    method = dflash_hf.custom_generate(drafter)
+    assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=method), full) and not products
+    # It is not, if nothing was noted; the text is the same.
+    monkeypatch.setattr(targets.LinearHook, "__call__", lambda *_: None)
+    assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=method), full) and products
