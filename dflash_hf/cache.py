@@ -1,4 +1,4 @@
-"""The only room that touches the inside of caches: what can be rolled back, and how."""
+"""The inside of caches: what can be rolled back, and how. (What recurrent layers hold is for `recurrent.py`.)"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -24,20 +23,33 @@ KINDS = {
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     *compat.DUMMY_LAYERS,
 }
 
 
-def check_can_roll_back(cache: Cache | None) -> None:
+# Families whose forward of several tokens after a cache is not that of one token after the other, or which keep states
+# elsewhere: a verified block would not say what plain decoding writes.
+UNSOUND = {
+    "jamba": "its forward of several tokens after a cache is not that of one after the other",
+    "zamba2": "its forward of several tokens after a cache is not that of one after the other",
+    "recurrent_gemma": "it keeps its states in its layers and not in a cache",
+}
+
+
+def check_can_roll_back(cache: Cache | None, model_type: str) -> None:
     """
     Raise `ValueError` unless every layer of the target's cache can forget rejected tokens.
 
     Known are the full, the sliding-window and the recurrent layers of a dynamic cache; any other kind is refused by
     its name.
     """
+    if model_type in UNSOUND:
+        raise ValueError(f"model_type={model_type!r}: {UNSOUND[model_type]} in transformers; leave the drafter out.")
     if cache is None:
-        raise ValueError("use_cache=False: DFlash keeps a cache of committed tokens; leave use_cache at True.")
+        raise ValueError(
+            f"no cache was prepared (use_cache=False, or model_type={model_type!r} has one of its own kind): DFlash "
+            "keeps a cache of committed tokens; leave use_cache at True, or the drafter out."
+        )
     if cache.offloading:
         raise ValueError(
             "cache_implementation='offloaded': DFlash rolls back and moves what a cache holds, and knows only how to "

@@ -16,13 +16,14 @@ CACHE = "cache" if VERSION >= Version("5.24.0.dev0") else "past_key_values"
 DUMMY_LAYERS = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
 
 
-# Inputs beside the text that `generate` hands to the forward of the prompt alone, and those that it goes on with.
-IMAGES = {
+# Inputs beside the text (images, sound) that `generate` hands to the forward of the prompt alone.
+PROMPT_ONLY = {
     *getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()),
     "image_grid_thw",
     "video_grid_thw",
     "second_per_grid_ts",
 }
+# What says of each token of the text whether it stands for an image, which `generate` goes on with.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 

@@ -9,6 +9,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTING = ("parallel", "autoregressive")
 CONDITIONING = ("kv", "input")
 INPUT_EMBEDDINGS = ("module", "table")
+MARKOV_HEADS = ("markov", "gated_markov", "rnn_markov")
+PROPOSAL_HEADS = ("independent", *MARKOV_HEADS, "selector", "domino")
 EMBEDDING_TAP = -1  # stands among `target_layer_ids` for the output of the target's embedding
 
 
@@ -79,9 +81,30 @@ class DFlashConfig(PreTrainedConfig):
             after its embedding (Granite, Falcon-H1, MiniCPM) is in neither.
         input_embedding_scale (`float`, *optional*, defaults to 1.0):
             Factor on them.
+        output_multiplier, final_logit_softcapping (`float`, *optional*):
+            Scale and soft-cap of the proposals' logits. By default they are shaped as the target's are.
         draft_vocab_size (`int`, *optional*):
             Size of the shortlist of target tokens that the drafter proposes from. The ids are the buffer
             `draft_token_ids` of the model. `None`: the whole vocabulary.
+        own_embeddings, own_head (`bool`, *optional*, defaults to `False`):
+            Whether the drafter has an embedding `embed_tokens` or a head `lm_head` (of the shortlist, if there is one)
+            in place of the target's.
+        own_vocab_size (`int`, *optional*):
+            Rows of these and of the tables of heads below; default: `vocab_size`. Later ids share the last row.
+        proposal_head (`str`, *optional*, defaults to `"independent"`):
+            What a slot knows of the proposals before it. `"independent"`: nothing. `"markov"`, `"gated_markov"`,
+            `"rnn_markov"` (DSpark), `"selector"` (DFlash 2), `"domino"`: see [`~heads`].
+        proposal_rank (`int`, *optional*):
+            Rank of that head.
+        selector_top_k (`int`, *optional*):
+            Candidates of a selector.
+        domino_state_size (`int`, *optional*), domino_prefix (`int`, *optional*, defaults to 0):
+            Size of a Domino head's state, and how many proposals it leaves alone.
+        confidence_head (`str`, *optional*):
+            What a confidence head looks at: `"hidden"`, the slot's hidden state, or `"markov"`, that and what the
+            Markov head has of the token before. `None`: there is none.
+        conv_kernel_size, conv_group_size (`int`, *optional*):
+            Slots and channels that share a kernel of the convolutions around each sub-layer (DFlash 2). `None`: none.
         target_name, target_revision, tokenizer_hash, template_hash (`str`, *optional*):
             Name and Hub revision of the target that the drafter was trained for, and hashes of its tokenizer and chat
             template, as [`~pairing.origin_of`] finds them: [`attach`] compares them with the target at hand.
@@ -128,7 +151,20 @@ class DFlashConfig(PreTrainedConfig):
     conditioning: str = "kv"
     input_embeddings: str = "module"
     input_embedding_scale: float | int = 1.0
+    output_multiplier: float | int | None = None
+    final_logit_softcapping: float | int | None = None
     draft_vocab_size: int | None = None
+    own_embeddings: bool = False
+    own_head: bool = False
+    own_vocab_size: int | None = None
+    proposal_head: str = "independent"
+    proposal_rank: int | None = None
+    selector_top_k: int | None = None
+    domino_state_size: int | None = None
+    domino_prefix: int = 0
+    confidence_head: str | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
     target_name: str | None = None
     target_revision: str | None = None
     tokenizer_hash: str | None = None
@@ -146,12 +182,15 @@ class DFlashConfig(PreTrainedConfig):
             self.causal_layers = [autoregressive or kind == "sliding_attention" for kind in self.layer_types]
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers or 36, 5)
+        if self.own_vocab_size is None and (self.own_embeddings or self.own_head or self.is_sequential):
+            self.own_vocab_size = self.vocab_size
         super().__post_init__(**kwargs)
         self._check()
 
     def _check(self) -> None:
         """Raise `ValueError` for fields that no drafter can have."""
         taps, sliding = self.target_layer_ids, "sliding_attention" in self.layer_types
+        head, group = self.proposal_head, self.conv_group_size
         autoregressive = self.drafting == "autoregressive"
         rules = [
             ("block_size", self.block_size >= 2, "a block holds the anchor and at least one mask, so at least 2"),
@@ -200,11 +239,74 @@ class DFlashConfig(PreTrainedConfig):
                 self.draft_vocab_size is None or 1 <= self.draft_vocab_size <= self.vocab_size,
                 f"between 1 and vocab_size={self.vocab_size}",
             ),
+            (
+                "own_vocab_size",
+                self.own_vocab_size is None or self.own_vocab_size >= (self.draft_vocab_size or 1),
+                "rows for every token that is proposed",
+            ),
+            ("proposal_head", head in PROPOSAL_HEADS, f"one of {PROPOSAL_HEADS}"),
+            (
+                "proposal_head",
+                head == "independent" or not autoregressive,
+                "'independent' with drafting='autoregressive'",
+            ),
+            (
+                "proposal_rank",
+                head == "independent" or (self.proposal_rank or 0) >= 1,
+                f"the rank of the head, at least 1, with proposal_head={head!r}",
+            ),
+            (
+                "selector_top_k",
+                head != "selector" or (self.selector_top_k or 0) >= 1,
+                "at least 1 with proposal_head='selector'",
+            ),
+            (
+                "draft_vocab_size",
+                head != "selector" or self.draft_vocab_size is None,
+                "None with proposal_head='selector', whose candidates are of the whole vocabulary",
+            ),
+            (
+                "domino_state_size",
+                head != "domino" or (self.domino_state_size or 0) >= 1,
+                "at least 1 with proposal_head='domino'",
+            ),
+            ("domino_prefix", self.domino_prefix >= 0, "at least 0"),
+            (
+                "confidence_head",
+                self.confidence_head in (None, "hidden")
+                or (self.confidence_head == "markov" and head in MARKOV_HEADS),
+                "None, 'hidden', or with a Markov head 'markov'",
+            ),
+            (
+                "conv_kernel_size",
+                (self.conv_kernel_size is None) == (group is None) and (self.conv_kernel_size or 1) >= 1,
+                "at least 1, together with conv_group_size",
+            ),
+            (
+                "conv_group_size",
+                group is None or (group >= 1 and self.hidden_size % group == 0),
+                f"a divisor of hidden_size={self.hidden_size}",
+            ),
+            (
+                "conditioning",
+                self.conditioning == "kv" or self.conv_kernel_size is None,
+                "'kv' with convolutions, which are over the block alone",
+            ),
+            (
+                "final_logit_softcapping",
+                self.final_logit_softcapping is None or self.final_logit_softcapping > 0,
+                "more than 0",
+            ),
         ]
         values = vars(self)
         for field, holds, rule in rules:
             if not holds:
                 raise ValueError(f"DFlashConfig: {field}={values[field]!r}; the rule: {rule}.")
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a slot knows the proposals before it, so that slots are asked one after the other."""
+        return self.proposal_head != "independent"
 
     @property
     def num_proposals(self) -> int:

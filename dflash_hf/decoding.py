@@ -113,7 +113,13 @@ class Decoding:
         state.target = AlignedCache(prompt.cache, self.num_rows, prompt.mask)
         # Where the mixers are unknown, or compiled, a block that is not accepted whole is rolled back whole, and what
         # was accepted is run with the next one: rows must keep one pace then, since a state knows no padding.
-        self.replays = all(i in taps.mixers for i in state.target.recurrent.indices)
+        recurrent = state.target.recurrent.indices
+        if getattr(self.target.model, "_is_stateful", False) and not recurrent:
+            raise ValueError(
+                f"{type(self.target.model).__name__} keeps a state that is not in its cache, so that DFlash cannot "
+                "roll it back; leave the drafter out."
+            )
+        self.replays = all(i in taps.mixers for i in recurrent)
         self.one_by_one |= self.num_rows > 1 and not self.replays
         taps.clear()
         scores = self.processing(state.texts, logits, ids[:, :0])
@@ -122,6 +128,7 @@ class Decoding:
         self._extend(first, [[token] for token in first[:, 0].tolist()], scores, forward)
         self._go_on()
         self.prefilled = self.watch.mark()
+        prompt.is_run()
 
     def absorb(self) -> None:
         """Take the context into the drafter's cache, without drafting."""
@@ -140,8 +147,9 @@ class Decoding:
                 proposals, q = self.draft(width)
             drafted = self.watch.mark()
             taps.clear()  # of what a processor made the target do
+            taps.noting = self.replays
             forward = self.verify(proposals)
-            context, calls = taps.concatenate(self.layer_ids)[:, state.lag :], dict(taps.mixers)
+            context, calls = taps.concatenate(self.layer_ids)[:, state.lag :], taps.take_calls()
             verified = self.watch.mark()
             accept = self._accept_one_by_one if self.one_by_one else self._accept
             accepted, committed = accept(forward, q, proposals)
@@ -404,7 +412,7 @@ def decode(
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     options.check(generation_config, verifier, num_assistant_tokens)
-    options.check_inputs(generation_config, model_kwargs)
+    options.check_inputs(generation_config, model_kwargs, target.text_config.model_type)
     prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
         target,
@@ -425,7 +433,7 @@ def decode(
             while decoding.state.texts.rows:
                 decoding.round(taps)
     except BaseException:
-        prompt.put_back()
+        prompt.put_back()  # of a single row, the cache is at the last commit, once the prompt has been run
         raise
     finally:
         caches.stop_recording(prompt.cache)

@@ -6,7 +6,7 @@ from transformers.utils import logging
 from . import compat, verification
 from .modeling_dflash import DFlashDraftModel
 from .outputs import Processing, Texts
-from .proposal import ProposalHead
+from .proposal import ProposalHead, embed
 from .state import DecodeState
 from .target import Target, device_of
 
@@ -51,7 +51,7 @@ class Drafting:
             block = state.anchor.new_full((len(state.anchor), self.config.block_size), self.config.mask_token_id)
             block[:, :1] = state.anchor
             hidden = self._denoise(state, block)[:, -self.config.num_proposals :]
-            proposals, q = self._choose(state.texts, hidden[:, :width])
+            proposals, q = self._choose(state.texts, hidden[:, :width], state.anchor[:, 0])
         state.absorbed()
         return proposals, q
 
@@ -78,7 +78,7 @@ class Drafting:
         tokens, laws = state.anchor, []
         for i in range(width):
             texts = state.texts.followed_by(tokens[:, 1:])
-            proposal, q = self._choose(texts, self._denoise(state, tokens[:, -1:], start=i))
+            proposal, q = self._choose(texts, self._denoise(state, tokens[:, -1:], start=i), tokens[:, -1])
             tokens = torch.cat([tokens, proposal], dim=1)
             laws.append(q)
             # What must be asked as in plain decoding is not asked behind the end of a text.
@@ -94,24 +94,45 @@ class Drafting:
         mask = state.draft.mask_with(len(ids), state.fresh, start + ids.shape[1])
         new = slice(None) if start == 0 else slice(0, 0)  # the context goes in with the first slots
         return self.drafter(
-            noise_embeds=self.target.embed(ids, self.config).to(*self.place),
+            noise_embeds=embed(self.drafter, self.target, ids).to(*self.place),
             context_hidden_states=state.context[:, new].to(*self.place),
             position_ids=torch.cat([state.context_positions[:, new], positions], dim=1).to(self.place[0]),
             attention_mask=mask if mask is None else mask.to(self.place[0]),
             **{compat.CACHE: state.draft.cache},
         ).last_hidden_state
 
-    def _choose(self, texts: Texts, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, and their law."""
+    def _choose(
+        self, texts: Texts, hidden: torch.Tensor, previous: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Proposals of the slots with hidden states `(rows, n, H)`, the first after `texts`, which end with `previous`
+        `(rows,)`, and their law.
+        """
         device = texts.ids.device
         finite = hidden.isfinite().all().to(device)
         self._finite = finite if self._finite is None else self._finite & finite
         logits = self.head.logits(hidden)  # [rows, n, shortlist or V]
-        if not self.drawing and not self.processing.for_drafts:
+        correct = self.head.begin(hidden)
+        if correct is None and not self.drawing and not self.processing.for_drafts:
             return self.head.greedy(logits).to(device), None
         # A drafter that overflows must not spoil the law of slots that are fine.
-        logits = self.head.over_vocabulary(logits.nan_to_num(), self.target.num_logits).to(device)
-        if not self.drawing:
-            return self.processing.walk(texts, logits, lambda scores: scores.argmax(-1))[0], None
-        proposals, scores = self.processing.walk(texts, logits, lambda s: verification.draw(s.softmax(-1)))
-        return proposals, scores.softmax(-1)
+        logits = logits.nan_to_num()
+
+        def said(slot: int, tokens: torch.Tensor) -> torch.Tensor:
+            """Logits of a slot after the proposals `tokens`."""
+            before = (tokens[:, -1] if slot else previous).to(logits.device)
+            return self.head.over_vocabulary(correct(slot, logits[:, slot], before), self.target.num_logits).to(device)
+
+        if correct is None:
+            said = self.head.over_vocabulary(logits, self.target.num_logits).to(device)
+        pick = _draw if self.drawing else _likeliest
+        proposals, scores = self.processing.walk(texts, said, hidden.shape[1], pick)
+        return proposals, scores.softmax(-1) if self.drawing else None
+
+
+def _likeliest(scores: torch.Tensor) -> torch.Tensor:
+    return scores.argmax(-1)
+
+
+def _draw(scores: torch.Tensor) -> torch.Tensor:
+    return verification.draw(scores.softmax(-1))

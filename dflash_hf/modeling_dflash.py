@@ -6,10 +6,12 @@ N blocks trained at once, M tapped target layers, H hidden size, V vocabulary; p
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import logging
 
-from . import attention, checkpoints, compat, masking  # noqa: F401 (attention registers itself)
+from . import attention, checkpoints, compat, heads, masking  # noqa: F401 (attention registers itself)
 from . import cache as caches
 from .configuration_dflash import DFlashConfig
 
@@ -112,19 +114,35 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm attention over [context ; block] and MLP; arguments as for [`DFlashAttention`]."""
+    """
+    Pre-norm attention over [context ; block] and MLP, in DFlash 2 each between convolutions; arguments as for
+    [`DFlashAttention`].
+    """
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DFlashAttention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
+        convolved = config.conv_kernel_size is not None
+        self.attention_conv = heads.DynamicConv(config) if convolved else None
+        self.mlp_conv = heads.DynamicConv(config) if convolved else None
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, features: torch.Tensor, rotary, attention_mask, cache):
-        normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(normed, features, rotary, attention_mask, cache)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, features, rotary, attention_mask, cache)
+
+        hidden_states = hidden_states + _between(self.attention_conv, attend, self.input_layernorm(hidden_states))
+        return hidden_states + _between(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+
+
+def _between(conv: heads.DynamicConv | None, layer: Callable, normed: torch.Tensor) -> torch.Tensor:
+    """The output of a sub-layer, with convolutions before and after it, if there are any, and slots."""
+    if conv is None or normed.shape[1] == 0:
+        return layer(normed)
+    normed, kernel = conv(normed)
+    return conv.finish(layer(normed), kernel)
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -138,13 +156,24 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_flash_attn = True
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, heads.DynamicConv):  # the identity
+            init.zeros_(module.kernel_projection.weight)
+            init.zeros_(module.base_kernel[:, 1:])
+            init.ones_(module.base_kernel[:, 0])
+        elif isinstance(module, heads.CandidateSelector):  # the likeliest token
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.zeros_(module.successor_codebook)
+
 
 class DFlashDraftModel(DFlashPreTrainedModel):
     """
     Proposes a block of tokens in one forward, conditioned on hidden states of the target (paper, section 4.1).
 
-    It owns neither embedding nor head: it is given embeddings of the target and returns hidden states for the
-    target's head. `last_statistics` holds the numbers of the last `generate` call that used it.
+    It is given embeddings and returns hidden states: of the target's embedding, and for the target's head, unless it
+    has its own. `last_statistics` holds the numbers of the last `generate` call that used it.
 
     Example:
 
@@ -168,6 +197,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         # Ids of the target tokens that the drafter proposes from; the position in this list is the drafter's id.
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_token_ids", ids)
+        num_words = config.draft_vocab_size or config.own_vocab_size
+        self.embed_tokens = nn.Embedding(config.own_vocab_size, config.hidden_size) if config.own_embeddings else None
+        self.lm_head = nn.Linear(config.hidden_size, num_words, bias=False) if config.own_head else None
+        self.proposal_head = heads.proposal_head(config, num_words or config.vocab_size)
+        self.confidence_head = heads.ConfidenceHead(config) if config.confidence_head else None
         self.last_statistics = None
         # transformers asks an assistant for these before it comes to our error message in `generate`.
         self.generation_config = GenerationConfig()
@@ -298,12 +332,15 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError("trust_remote_code=True: a drafter never needs code from its repository; leave it out.")
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors=False: drafters are loaded from safetensors only; leave it out.")
-        if kwargs.get("config") is None:
-            kwargs["config"] = checkpoints.load_config(pretrained_model_name_or_path, kwargs)
+        checkpoint = checkpoints.read(pretrained_model_name_or_path, kwargs)
+        config = kwargs.pop("config", None) or checkpoint.config
+        with torch.device("meta"):
+            expected = {name: value.shape for name, value in cls(config).state_dict().items()}
+        checkpoint.check(expected)
+        kwargs = {name: value for name, value in kwargs.items() if name not in checkpoints.PLACES}
         want_info = kwargs.pop("output_loading_info", False)
-        # A tensor of another shape is then reported instead of raised; `check_tensors` raises, with its name.
-        kwargs |= {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        with checkpoints.damage_named(pretrained_model_name_or_path):
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        checkpoints.check_tensors(pretrained_model_name_or_path, info)
+        model, info = super().from_pretrained(
+            None, *args, config=config, state_dict=checkpoint.load(), output_loading_info=True, **kwargs
+        )
+        model.name_or_path = model.config._name_or_path = str(pretrained_model_name_or_path)
         return (model, info) if want_info else model

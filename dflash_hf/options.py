@@ -19,7 +19,7 @@ _CARRIED = {
     "output_attentions",
     "output_hidden_states",
     compat.CACHE,
-    *compat.IMAGES,
+    *compat.PROMPT_ONLY,
     *compat.TOKEN_TYPES,
 }
 
@@ -40,18 +40,23 @@ def check(config: GenerationConfig, verifier: str, num_assistant_tokens: int | N
         )
 
 
-def check_inputs(config: GenerationConfig, model_kwargs: dict) -> None:
+def check_inputs(config: GenerationConfig, model_kwargs: dict, model_type: str) -> None:
     """Refuse by name the inputs that this loop cannot carry from round to round."""
-    images = [name for name in compat.IMAGES if model_kwargs.get(name) is not None]
-    if images and config.prefill_chunk_size is not None:
+    given = {name for name, value in model_kwargs.items() if value is not None and not _is_empty(value)}
+    others = sorted(given & compat.PROMPT_ONLY)
+    if others and config.prefill_chunk_size is not None:
         raise ValueError(
-            f"prefill_chunk_size={config.prefill_chunk_size}: a prompt with images ({', '.join(sorted(images))}) is "
+            f"prefill_chunk_size={config.prefill_chunk_size}: a prompt with images or sound ({', '.join(others)}) is "
             "run at once; leave prefill_chunk_size out."
         )
-    unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _CARRIED]
+    unknown = sorted(given - _CARRIED)
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: DFlash passes text, and images with the prompt, on to the target, and does not "
             "know how this goes on from token to token; leave the drafter out."
         )
-    caches.check_can_roll_back(model_kwargs.get(compat.CACHE))
+    caches.check_can_roll_back(model_kwargs.get(compat.CACHE), model_type)
+
+
+def _is_empty(value) -> bool:
+    return isinstance(value, dict) and not value

@@ -161,38 +161,50 @@ class Processing:
         return torch.stack([_at(self.processors, texts, ids, i, logits[:, i]) for i in slots], dim=1)
 
     def walk(
-        self, texts: Texts, logits: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        texts: Texts,
+        logits: torch.Tensor | Callable[[int, torch.Tensor], torch.Tensor],
+        num_slots: int,
+        pick: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Scores of the slots of a draft, of which each follows what was picked in the one before.
 
-        The draft is cut before the first slot for which a row is left without any token (of a shortlist), and where
-        all rows have ended.
+        Where processors look at the text, the draft is cut before the first slot for which a row is left without any
+        token (of a shortlist), and where all rows have ended.
 
         Args:
-            logits (`torch.Tensor` of shape `(rows, n, V)`, float32): of the drafter.
+            logits (`torch.Tensor` of shape `(rows, n, V)`, float32, or `Callable`): of the drafter; or, of slots that
+                know the proposals before them, a function from the number of a slot and those tokens to `(rows, V)`.
+            num_slots (`int`): n.
             pick: from scores `(..., V)` to tokens `(...)`.
 
         Returns:
             `(tokens, scores)` of shapes `(rows, m)` and `(rows, m, V)`, m at most n.
         """
-        if _pointwise(self.for_drafts):
-            scores = self.for_drafts(texts.ids, logits.flatten(0, 1).clone()).view_as(logits)
-            return pick(scores), scores
+        careful = not _pointwise(self.for_drafts)
+        if isinstance(logits, torch.Tensor) and not careful:
+            if self.for_drafts:
+                logits = self.for_drafts(texts.ids, logits.flatten(0, 1).clone()).view_as(logits)
+            return pick(logits), logits
         tokens, slots = texts.ids.new_empty(len(texts.rows), 0), []
         ends = torch.tensor(sorted(self.end_ids), dtype=tokens.dtype, device=tokens.device)
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        for i in range(logits.shape[1]):
-            ids = texts.with_block(tokens, self.pad_id)
-            scores = _at(self.for_drafts, texts, ids, i, logits[:, i])
-            if not (scores.amax(-1) > -torch.inf).all():
-                break
-            picked = torch.where(ended, self.pad_id, pick(scores))
+        for i in range(num_slots):
+            scores = logits[:, i] if isinstance(logits, torch.Tensor) else logits(i, tokens)
+            if careful:
+                scores = _at(self.for_drafts, texts, texts.with_block(tokens, self.pad_id), i, scores)
+                if not (scores.amax(-1) > -torch.inf).all():
+                    break
+            elif self.for_drafts:
+                scores = self.for_drafts(texts.ids, scores.clone())
             slots.append(scores)
-            tokens, ended = torch.cat([tokens, picked.unsqueeze(1)], dim=1), ended | torch.isin(picked, ends)
-            if ended.all():
-                break
-        return tokens, torch.stack(slots, dim=1) if slots else logits[:, :0]
+            tokens = torch.cat([tokens, torch.where(ended, self.pad_id, pick(scores)).unsqueeze(1)], dim=1)
+            if careful:
+                ended = ended | torch.isin(tokens[:, -1], ends)
+                if ended.all():
+                    break
+        return tokens, torch.stack(slots, dim=1) if slots else scores.unsqueeze(1)[:, :0]
 
 
 def _pointwise(processors: LogitsProcessorList) -> bool:

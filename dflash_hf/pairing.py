@@ -57,8 +57,13 @@ def check(target: Target, drafter: DFlashDraftModel) -> None:
             "the drafter was trained for a target of another depth",
         ),
         (
-            config.mask_token_id < rows,
-            f"mask_token_id: {config.mask_token_id}, but the target's embedding has {rows} rows",
+            config.mask_token_id < (config.own_vocab_size if config.own_embeddings else rows),
+            f"mask_token_id: {config.mask_token_id}, but "
+            + (
+                f"the drafter's own embedding has {config.own_vocab_size} rows"
+                if config.own_embeddings
+                else f"the target's embedding has {rows} rows"
+            ),
             "the mask must be a row of the embedding",
         ),
         (
@@ -72,7 +77,7 @@ def check(target: Target, drafter: DFlashDraftModel) -> None:
             "every proposed token must exist",
         ),
         (
-            config.input_embeddings == "module" or plain,
+            config.input_embeddings == "module" or plain or type(target.embedding) is torch.nn.Embedding,
             f"input_embeddings: {config.input_embeddings!r}, and the target's embedding is quantised or offloaded",
             "rows of its weight must be at hand",
         ),
@@ -132,7 +137,7 @@ def _plain(field: str, value: str) -> str:
         return value
     parts = PurePath(value).parts
     of_cache = [part for part in parts if part.startswith("models--")]
-    return (of_cache[-1].split("--")[-1] if of_cache else parts[-1]).lower()
+    return (of_cache[-1].split("--")[-1] if of_cache else parts[-1] if parts else value).lower()
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -79,7 +79,7 @@ class Prompt:
             self.position_offsets = (self._given[..., -1:] - self.positions[:, -1:]).expand(-1, len(ids), -1)
             self.position_offsets = self.position_offsets.transpose(0, 1)
         self.token_types = [name for name in compat.TOKEN_TYPES if model_kwargs.get(name) is not None]
-        self._before = caches.aside(self.cache) if len(ids) > 1 else None  # the loop moves the rows of a batch about
+        self._before: Cache | None = caches.aside(self.cache)
 
     def parts(self, size: int | None) -> Iterator[Part]:
         """What the cache does not hold, in parts of `size` columns (all at once)."""
@@ -139,8 +139,16 @@ class Prompt:
             inputs["logits_to_keep"] = num_logits
         return inputs | {name: torch.zeros_like(ids) for name in self.token_types}
 
+    def is_run(self) -> None:
+        """
+        The prompt has been run. From here on the cache of a single row is at every commit what plain decoding has;
+        the rows of a batch are moved about.
+        """
+        if len(self.ids) == 1:
+            self._before = None
+
     def put_back(self) -> None:
-        """Give the cache of several rows back what it held before the call."""
+        """Give the cache back what it held before the call, unless it is what plain decoding has."""
         if self._before is not None:
             caches.replace(self.cache, caches.aside(self._before))
 

@@ -27,13 +27,19 @@ class MixerCall:
     Args:
         mixer (`nn.Module`): the part of a decoder layer that updates the state.
         args (`tuple`), kwargs (`dict`): of its forward; tensors of shape `(B, n, ...)` are about n columns.
-        outputs (`dict[int, list[torch.Tensor]]`): of its linear layers, by the identity of their weight.
+        products (`dict[int, tuple]`): of its linear layers, by the identity of their weight: the weight itself, so
+            that nothing else gets that identity, and what was returned, or `None` if that was more than one thing.
     """
 
     mixer: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    products: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+
+    def remember(self, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """Note what a linear layer returned; it may be told twice, by the hooks of two calls at once."""
+        _, before = self.products.get(id(weight), (weight, output))
+        self.products[id(weight)] = weight, output if before is output else None
 
 
 class _Remembered(TorchFunctionMode):
@@ -41,16 +47,18 @@ class _Remembered(TorchFunctionMode):
     Products with matrices whose results are known are not computed.
 
     Args:
-        outputs (`Mapping[int, torch.Tensor]`): by the identity of the weight.
+        products (`Mapping[int, tuple]`): weight and result, by the identity of the weight.
     """
 
-    def __init__(self, outputs: Mapping[int, torch.Tensor]):
+    def __init__(self, products: Mapping[int, tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
-        self.outputs = outputs
+        self.products = products
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and len(args) > 1 and id(args[1]) in self.outputs:
-            return self.outputs[id(args[1])]
+        if func is F.linear and len(args) > 1:
+            weight, product = self.products.get(id(args[1]), (None, None))
+            if weight is args[1]:
+                return product
         return func(*args, **(kwargs or {}))
 
 
@@ -72,8 +80,9 @@ class RecurrentLayers:
     def save(self) -> None:
         """Here is a commit: copy the states."""
         for i in self.indices:
-            _trim(self.cache.layers[i])
             self._saved[i] = copy_of(self.cache.layers[i])
+            if hasattr(self._saved[i], "keys"):  # of attention beside the state, which the cache itself goes back on
+                self._saved[i].keys = self._saved[i].values = None
 
     def restore(self) -> None:
         """Go back to the last commit."""
@@ -96,7 +105,6 @@ class RecurrentLayers:
                 rows_by_count.setdefault(count, []).append(row)
         for i in self.indices if rows_by_count else ():
             layer = self.cache.layers[i]
-            _trim(layer)
             for count, rows in rows_by_count.items():
                 part = self._run(i, calls[i], rows, slice(count), (len(kept), appended))
                 for state, new in zip(_states(layer), _states(part), strict=True):
@@ -115,11 +123,12 @@ class RecurrentLayers:
 
         # Of layers that were called once, and on the columns as they are.
         known = {
-            key: part(each[0]) for key, each in call.outputs.items() if len(each) == 1 and each[0].shape[:2] == shape
+            key: (weight, part(product))
+            for key, (weight, product) in call.products.items()
+            if product is not None and product.shape[:2] == shape
         }
         with _Remembered(known):
             call.mixer(*map(part, call.args), **{name: part(value) for name, value in call.kwargs.items()})
-        _trim(layer)
         return layer
 
     def select(self, rows: list[int]) -> None:
@@ -150,10 +159,3 @@ def _states(layer: LinearAttentionCacheLayerMixin) -> list[torch.Tensor]:
     return [
         state for kind in (layer.conv_states, layer.recurrent_states) for state in kind.values() if state is not None
     ]
-
-
-def _trim(layer: LinearAttentionCacheLayerMixin) -> None:
-    """Keep of the columns before a convolution what it needs: a layer that slides too and so records has more."""
-    for slot, size in layer.conv_kernel_size.items():
-        if size is not None:
-            layer.conv_states[slot] = layer.conv_states[slot][..., -size:]

@@ -19,7 +19,8 @@ from .recurrent import MixerCall
 MIXERS = ("linear_attn", "mamba", "conv", "mixer")
 
 
-def _softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """`logits`, pressed between `-cap` and `cap`."""
     return (logits / cap).tanh() * cap
 
 
@@ -30,7 +31,7 @@ LOGITS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logit_scale": torch.mul,  # Cohere
     "lm_head_multiplier": torch.mul,  # Falcon-H1
     "output_multiplier": torch.mul,  # Muse
-    "final_logit_softcapping": _softcap,  # Gemma, Muse
+    "final_logit_softcapping": softcap,  # Gemma, Muse
 }
 _INVERTED = {("hyperclovax", "logits_scaling"): torch.mul}
 
@@ -42,15 +43,22 @@ class Taps:
 
     Args:
         states (`dict[int, torch.Tensor]`): layer id to hidden states `(B, n, H)`; [`concatenate`] takes them out.
-        mixers (`dict[int, MixerCall]`): layer id to the call of its mixer.
+        mixers (`dict[int, MixerCall | None]`): layer id to the call of its mixer.
+        noting (`bool`): whether calls of mixers are noted; if not, only that there were some.
     """
 
     states: dict[int, torch.Tensor] = field(default_factory=dict)
-    mixers: dict[int, MixerCall] = field(default_factory=dict)
+    mixers: dict[int, MixerCall | None] = field(default_factory=dict)
+    noting: bool = False
 
     def clear(self) -> None:
         self.states.clear()
         self.mixers.clear()
+
+    def take_calls(self) -> dict[int, MixerCall]:
+        """Take the calls of the mixers out, and note no more."""
+        calls, self.mixers, self.noting = self.mixers, {}, False
+        return calls
 
     def concatenate(self, layer_ids: list[int]) -> torch.Tensor:
         """
@@ -124,29 +132,31 @@ class TapHook:
 class MixerHook:
     """Forward pre-hook of a mixer: tells the call that listens how it was called. In a compiled graph it cannot."""
 
-    def __init__(self, layer_id: int):
-        self.layer_id = layer_id
+    def __init__(self, layer_id: int, stays: bool):
+        self.layer_id, self.stays = layer_id, stays
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling():
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+        # While another thread takes its hook off, torch may forget that this one wants the keyword arguments.
+        if torch.compiler.is_compiling() or kwargs is None:
             return
         taps = _taps.get()
-        if taps is not None:
-            taps.mixers[self.layer_id] = MixerCall(module, args, kwargs)
+        if taps is not None and taps.mixers.get(self.layer_id) is None:
+            taps.mixers[self.layer_id] = MixerCall(module, args, kwargs) if taps.noting else None
 
 
 class LinearHook:
     """Forward hook of a linear layer of a mixer: what it returns is remembered with the call of the mixer."""
 
-    def __init__(self, layer_id: int):
-        self.layer_id = layer_id
+    def __init__(self, layer_id: int, stays: bool):
+        self.layer_id, self.stays = layer_id, stays
 
     def __call__(self, module: nn.Linear, args: tuple, output: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             return
         taps = _taps.get()
-        if taps is not None and self.layer_id in taps.mixers:
-            taps.mixers[self.layer_id].outputs.setdefault(id(module.weight), []).append(output)
+        call = None if taps is None else taps.mixers.get(self.layer_id)
+        if call is not None:
+            call.remember(module.weight, output)
 
 
 def device_of(module: nn.Module) -> torch.device | None:
@@ -177,10 +187,17 @@ class Target:
         takes_positions (`bool`): whether the model's forward has `position_ids`.
 
     Raises:
-        `TypeError`: when the model has no decoder layers, embedding or head where transformers keeps them.
+        `TypeError`: when the model has no decoder layers, embedding or head where transformers keeps them, or an
+            adapter that adds tokens.
     """
 
     def __init__(self, model: PreTrainedModel):
+        adapter = getattr(model, "active_peft_config", None)
+        if getattr(adapter, "is_prompt_learning", False):
+            raise TypeError(
+                f"{type(adapter).__name__}: adapters that put tokens of their own before the text are not supported, "
+                "only those that change the layers, such as LoRA."
+            )
         self.model = model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
@@ -211,7 +228,7 @@ class Target:
     def head_dtype(self) -> torch.dtype:
         """What the head takes. A quantised one may have no weight, or one of integers: then what the model takes."""
         weight = getattr(self.head, "weight", None)
-        plain = isinstance(weight, torch.Tensor) and weight.is_floating_point()
+        plain = isinstance(weight, torch.Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
         return weight.dtype if plain else self.model.dtype
 
     def embed(self, ids: torch.Tensor, config: DFlashConfig | None = None) -> torch.Tensor:
@@ -220,7 +237,8 @@ class Target:
 
         They are not taken for a tap of the embedding.
         """
-        if config is not None and config.input_embeddings == "table":
+        # A plain embedding module returns the rows of its table.
+        if config is not None and config.input_embeddings == "table" and type(self.embedding) is not nn.Embedding:
             embeds = F.embedding(ids, self.embedding.weight)
         else:
             token = _taps.set(None)
@@ -249,11 +267,8 @@ class Target:
         """
         taps = Taps()
         # Hooks of this call alone where none stays: what another call removes must not be missed here.
-        handles = [self._hook(i, stays=False) for i in layer_ids if not self._has_hook(i)]
-        for i, mixer in self.mixers.items() if mixers else ():
-            handles.append(mixer.register_forward_pre_hook(MixerHook(i), with_kwargs=True))
-            linears = [part for part in mixer.modules() if isinstance(part, nn.Linear)]
-            handles += [part.register_forward_hook(LinearHook(i)) for part in linears]
+        handles = [self._hook(i, stays=False) for i in layer_ids if not _has_hook(self._tapped(i))]
+        handles += self._hook_mixers(stays=False) if mixers else []
         token = _taps.set(taps)
         try:
             yield taps
@@ -269,23 +284,44 @@ class Target:
         A hook that comes after the first compiled forward does not fire; one that was there before does.
         """
         for i in layer_ids:
-            if not self._has_hook(i):
+            if not _has_hook(self._tapped(i)):
                 self._hook(i, stays=True)
+        self._hook_mixers(stays=True)
 
     def remove_hooks(self) -> None:
         """Take off what [`~Target.install_hooks`] put on."""
-        for module in (self.embedding, *self.layers):
-            for key, hook in list(module._forward_hooks.items()):
-                if isinstance(hook, TapHook) and hook.stays:
-                    del module._forward_hooks[key]
+        for module in (self.embedding, *self.layers, *self._parts_of_mixers()):
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key, hook in list(hooks.items()):
+                    if isinstance(hook, _HOOKS) and hook.stays:
+                        del hooks[key]
 
     def _hook(self, layer_id: int, *, stays: bool):
         return self._tapped(layer_id).register_forward_hook(TapHook(layer_id, stays))
 
-    def _has_hook(self, layer_id: int) -> bool:
-        """Whether a hook that stays is there."""
-        hooks = list(self._tapped(layer_id)._forward_hooks.values())
-        return any(isinstance(hook, TapHook) and hook.stays for hook in hooks)
+    def _hook_mixers(self, *, stays: bool) -> list:
+        """Hooks on the mixers, and on their linear layers, before any of the caller's that change the output."""
+        handles = []
+        for i, mixer in self.mixers.items():
+            if not _has_hook(mixer):
+                handles.append(mixer.register_forward_pre_hook(MixerHook(i, stays), with_kwargs=True))
+            for part in mixer.modules():
+                if type(part) is nn.Linear and not _has_hook(part):
+                    handles.append(part.register_forward_hook(LinearHook(i, stays), prepend=True))
+        return handles
+
+    def _parts_of_mixers(self) -> Iterator[nn.Module]:
+        for mixer in self.mixers.values():
+            yield from mixer.modules()
 
     def _tapped(self, layer_id: int) -> nn.Module:
         return self.embedding if layer_id == EMBEDDING_TAP else self.layers[layer_id]
+
+
+_HOOKS = (TapHook, MixerHook, LinearHook)
+
+
+def _has_hook(module: nn.Module) -> bool:
+    """Whether a hook of ours that stays is there."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(isinstance(hook, _HOOKS) and hook.stays for hook in hooks)

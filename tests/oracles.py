@@ -74,6 +74,7 @@ FAMILIES = {
     "olmo3": _MIXED,
     "qwen3_moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
     "phi3": {"sliding_window": 8},
+    "hyperclovax": {"logits_scaling": 0.25},
     "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
     "cohere2": {**_MIXED, "logit_scale": 0.0625, "tie_word_embeddings": False},
     "deepseek_v3": {

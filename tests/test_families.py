@@ -1,10 +1,12 @@
 """Families of targets: text, forwards, the law of the proposals, and images."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from family_table import RATES, TARGETS, check, inputs_of
 from oracles import (
-    FAMILIES,
     IMAGE,
     VISION_END,
     VISION_START,
@@ -139,7 +141,7 @@ def test_text_about_an_image_is_that_of_plain_decoding(family, batch, as_dict, r
 def test_a_prompt_with_an_image_in_parts_is_refused_by_name(family):
     target = square_target(family, attention="eager")
     method = dflash_hf.custom_generate(drafter_for(target))
-    with pytest.raises(ValueError, match="prefill_chunk_size=4: a prompt with images"):
+    with pytest.raises(ValueError, match="prefill_chunk_size=4: a prompt with images or sound"):
         target.generate(**image_prompt(family, target), **GREEDY, prefill_chunk_size=4, custom_generate=method)
 
 
@@ -154,27 +156,63 @@ def test_a_layer_that_nobody_taught_us_is_refused_by_name_before_any_forward():
     assert not calls
 
 
+def refused(target) -> str:
+    """The message with which a target is refused, before any forward."""
+    hidden = target.config.get_text_config().hidden_size
+    method = dflash_hf.custom_generate(drafter_for(square_target(hidden_size=hidden), num_target_layers=None))
+    with counting(target) as calls, pytest.raises(ValueError) as error:
+        target.generate(prompt_of(5), **GREEDY, custom_generate=method)
+    assert not calls
+    return str(error.value)
+
+
+def tiny(family: str, **fields):
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, vocab_size=64, hidden_size=32, **fields)
+    ).eval()
+
+
 def test_targets_without_any_attention_are_refused_by_name():
-    config = AutoConfig.for_model(
-        "mamba2",
-        hidden_size=32,
-        num_hidden_layers=2,
-        vocab_size=64,
-        num_heads=4,
-        head_dim=16,
-        state_size=8,
-        n_groups=1,
-    )
-    target = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises((ValueError, TypeError), match="attention|no decoder-only|cache_params"):
-        drafter = drafter_for(square_target(hidden_size=32), num_target_layers=None)
-        target.generate(prompt_of(5), **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
+    target = tiny("mamba2", num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1)
+    assert "without any attention" in refused(target) or "cache_params" in refused(target)  # before 5.24
 
 
-def test_every_family_of_the_notes_is_in_the_table():
-    assert {*FAMILIES, *WRAPPED} >= {
-        *{"llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "smollm3", "deepseek_v3", "granite", "mistral"},
-        *{"gpt_oss", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "cohere2", "lfm2", "qwen3_next"},
-        *{"qwen3_5_text", "qwen3_5", "falcon_h1", "qwen3_vl", "llava"},
-    }
+def test_families_that_do_not_go_on_from_a_cache_as_plain_decoding_does_are_refused_by_name():
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "num_hidden_layers": 3}
+    jamba = tiny("jamba", **sizes, num_experts=1, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1)
+    assert "model_type='jamba'" in refused(jamba)
+    griffin = tiny("recurrent_gemma", **sizes, head_dim=8, lru_width=32, attention_window_size=8)
+    assert "model_type='recurrent_gemma'" in refused(griffin)
+
+
+@pytest.mark.parametrize("family", WRAPPED)
+def test_text_alone_may_be_run_in_parts_by_a_target_of_images(family, rows):
+    target, inputs = square_target(family), inputs_of("long", 4)
+    options = {**GREEDY, "prefill_chunk_size": 4}
+    full = plain(target, **inputs, **options)
+    drafter = drafter_for(target)
+    script(drafter, target, full, at_rate(0.3), offset=(1 - inputs["attention_mask"]).sum(1).tolist(), rows=rows)
+    found = target.generate(**inputs, **options, custom_generate=dflash_hf.custom_generate(drafter))
+    assert torch.equal(found, full)
+
+
+def test_the_page_of_targets_has_every_family_that_is_tested():
+    page = (Path(dflash_hf.__file__).parents[1] / "docs" / "targets.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 7]
+    named = {name.strip(" `") for row in rows for name in row.split(",")}
+    assert named == set(TARGETS)
     assert inputs_of("long", 1)["input_ids"].shape[1] > 8 > inputs_of("short", 1)["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logits_scaling": 4.0}, lambda x: x / 4),
+        ({"logits_scaling": 4.0, "model_type": "hyperclovax"}, lambda x: x * 4),
+        ({"output_multiplier": 0.5, "final_logit_softcapping": 2.0}, lambda x: 2 * torch.tanh(0.5 * x / 2)),
+    ],
+)
+def test_scales_of_other_families(fields, expected):
+    adapter, some = Target(square_target()), torch.linspace(-5, 5, 9)
+    adapter.text_config = SimpleNamespace(**{"model_type": "any", **fields})
+    torch.testing.assert_close(adapter.shape_logits(some), expected(some))

@@ -12,9 +12,9 @@ ROOT = Path(dflash_hf.__file__).parent
 PACKAGE = "__init__"  # the package itself, above every room
 LEVELS = [
     {"configuration_dflash", "compat"},
-    {"checkpoints", "masking", "verification", "objective", "metrics"},
+    {"checkpoints", "heads", "masking", "verification", "objective", "metrics"},
     {"attention", "cache", "memory", "modeling_dflash", "options", "outputs", "pairing"}
-    | {"drafting", "prompt", "proposal", "recurrent", "state", "target"},
+    | {"conversion", "drafting", "prompt", "proposal", "recurrent", "state", "target"},
     {"decoding"},
     {"integration"},
     {"evaluation", "reference", "training"},

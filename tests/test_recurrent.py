@@ -1,6 +1,8 @@
 """Targets with recurrent layers: their states are at the commit after every round, whichever way they get there."""
 
 import contextlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from oracles import (
     HYBRIDS,
     at_rate,
     counting,
+    drafter_for,
     never,
     plain,
     predicted_batch_forwards,
@@ -16,6 +19,7 @@ from oracles import (
     square_target,
 )
 from test_batches import ragged, scripted
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -229,3 +233,88 @@ def test_no_weight_matrix_is_read_again(family, rows, monkeypatch):
     # It is not, if nothing was noted; the text is the same.
     monkeypatch.setattr(targets.LinearHook, "__call__", lambda *_: None)
     assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=method), full) and products
+
+
+@pytest.mark.parametrize("kind", ["hook", "subclass"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_what_the_caller_does_to_a_linear_layer_is_done_once(family, kind, rows):
+    target, inputs = square_target(family), ragged(3, 7)
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 1.7 * super().forward(x)
+
+    for mixer in targets.Target(target).mixers.values():
+        for name, part in list(mixer.named_children()):
+            if type(part) is nn.Linear and name.startswith("in_proj"):
+                if kind == "hook":
+                    part.register_forward_hook(lambda module, args, output: 1.7 * output)
+                else:
+                    part.__class__ = Scaled
+    full = plain(target, **inputs, **GREEDY)
+    drafter = scripted(target, inputs, full, WRONG["30 %"], rows, 5)
+    dflash_hf.attach(target, drafter)
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=drafter), full)
+    assert drafter.last_statistics.target_forwards == predicted_batch_forwards(7, [32, 32], 5, WRONG["30 %"])
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_activations_of_the_prompt_are_held(family, rows, monkeypatch):
+    target, inputs, noted = square_target(family), ragged(40), []
+    init = targets.MixerCall.__init__
+    monkeypatch.setattr(targets.MixerCall, "__init__", lambda self, *a: (noted.append(a[2]), init(self, *a))[1])
+    full = plain(target, **inputs, **GREEDY)
+    drafter = scripted(target, inputs, full, WRONG["30 %"], rows, 5)
+    dflash_hf.attach(target, drafter)
+    target.generate(**inputs, **GREEDY, assistant_model=drafter)
+    sizes = {v.shape[1] for kwargs in noted for v in kwargs.values() if isinstance(v, torch.Tensor) and v.dim() == 3}
+    assert noted and max(sizes, default=0) <= 5
+
+
+def test_keys_and_values_are_not_copied_with_the_states(rows, monkeypatch):
+    target, inputs, saved = square_target("falcon_h1"), ragged(9), []
+    save = RecurrentLayers.save
+    monkeypatch.setattr(RecurrentLayers, "save", lambda self: (save(self), saved.append(self))[0])
+    full = plain(target, **inputs, **GREEDY)
+    drafter = scripted(target, inputs, full, WRONG["30 %"], rows, 5)
+    target.generate(**inputs, **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
+    kept = [layer for each in saved for layer in each._saved.values()]
+    assert kept and all(layer.keys is None and layer.values is None for layer in kept)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_prompt_that_fails_half_way_leaves_a_kept_cache_as_it_was(family, rows):
+    target, inputs = square_target(family), ragged(7)
+    cache = fresh_cache(target, inputs["input_ids"])
+    before = [state.clone() for state in states_of(cache)]
+    more = {"input_ids": torch.cat([inputs["input_ids"], prompt_of(4, seed=5)], dim=1), compat.CACHE: cache}
+    method = dflash_hf.custom_generate(scripted(target, inputs, inputs["input_ids"], never, rows))
+    handle = target.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.generate(**more, **GREEDY, custom_generate=method)
+    handle.remove()
+    assert cache.get_seq_length() == 7
+    assert all(torch.equal(a, b) for a, b in zip(states_of(cache), before, strict=True))
+    full = plain(target, more["input_ids"], **GREEDY)
+    assert torch.equal(target.generate(**more, **GREEDY, custom_generate=method), full)
+
+
+def test_calls_in_several_threads_do_not_lose_each_others_hooks():
+    target, expected = square_target("lfm2"), {}
+    drafter = dflash_hf.attach(target, drafter_for(target, 5))
+    for seed in range(4):
+        expected[seed] = plain(target, prompt_of(6, seed=seed), **GREEDY).tolist()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            run = lambda seed: target.generate(prompt_of(6, seed=seed), **GREEDY, assistant_model=drafter)  # noqa: E731
+            for seed, found in zip(list(range(4)) * 6, pool.map(run, list(range(4)) * 6), strict=True):
+                assert found.tolist() == expected[seed]
+    finally:
+        sys.setswitchinterval(interval)
+    hooks = [h for m in target.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert hooks
+    dflash_hf.detach(target)
+    hooks = [h for m in target.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert not hooks

@@ -130,7 +130,7 @@ def drafts_of_the_loop(monkeypatch, drafter, target, prompt, new: int) -> tuple[
     full = plain(target, prompt, max_new_tokens=new, do_sample=False)
     drafts, states, propose = {}, [], Drafting.propose
 
-    def choose(self, texts, hidden):
+    def choose(self, texts, hidden, previous):
         text, anchor = texts.ids, states[-1].texts.ids.shape[1] - 1
         start = text.shape[1]
         proposals = full[:, start : start + hidden.shape[1]].clone()

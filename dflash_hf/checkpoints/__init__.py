@@ -1,96 +1,175 @@
 """
-Published layouts of drafters, one file each: `detect(raw) -> bool` and `normalise(raw) -> fields of DFlashConfig`.
+Published layouts of drafters, one file each.
 
-A layout is a pure function from the dict in `config.json` to a dict of [`DFlashConfig`] fields. Tensors keep their
-names, `fc`, `hidden_norm`, `layers.*` and `norm`, with or without the prefix `model.`.
+A layout is `detect(raw) -> bool` and `normalise(raw, tensors) -> fields of DFlashConfig`, pure functions of the dict
+in `config.json` and of the tensors that there are, `RENAMES` of tensors (patterns and what takes their place), and if
+need be `DROPPED` (patterns of tensors that are not used) and `convert(name, tensor)`.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from ..configuration_dflash import DFlashConfig
-from . import flat, zlab
+from . import deepspec, files, flat, modelopt, muse, refused, specforge, speculators, zlab
+from .files import Stored
 
 
-LAYOUTS = (flat, zlab)
+# The first that recognises a file reads it.
+LAYOUTS: tuple[ModuleType, ...] = (flat, muse, speculators, refused, specforge, modelopt, deepspec, zlab)
 
-_CONFIG_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# Prefixes that exporters put before the names, and what no drafter needs.
+_RENAMES = {
+    r"^(model|dflash_module|draft_model)\.": "",
+    r"^logit_head\.": "",
+    r"^midlayer\.": "layers.0.",
+    r"^candidate_selector\.(\w+_codebook)(\.weight)?$": r"proposal_head.\1",
+    r"^candidate_selector\.": "proposal_head.",
+}
+_DROPPED = (r"(^|\.)rotary_emb\.",)
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 
 
-def load_config(name_or_path: str | os.PathLike, arguments: dict) -> DFlashConfig:
+@dataclass
+class Checkpoint:
     """
-    Read `config.json` of a drafter in any supported layout.
+    A drafter on disk or on the Hub, before its weights are loaded.
 
     Args:
-        arguments (`dict`): keyword arguments of `from_pretrained`; those about where to find files are used.
+        source (`str`): where it is.
+        raw (`dict`): its `config.json`.
+        layout (`ModuleType`): of [`LAYOUTS`].
+        config (`DFlashConfig`): what it is.
+        tensors (`dict[str, Stored]`): where the tensors are, by the names that they have in the model.
+        dropped (`list[str]`): names of tensors that are not used.
+    """
+
+    source: str
+    raw: dict[str, Any]
+    layout: ModuleType
+    config: DFlashConfig
+    tensors: dict[str, Stored]
+    dropped: list[str]
+
+    def check(self, expected: dict[str, torch.Size]) -> None:
+        """
+        Raise `ValueError` unless the tensors are exactly those of the model, each with its shape.
+
+        Args:
+            expected (`dict[str, torch.Size]`): of the model.
+        """
+        shapes = {name: stored.shape for name, stored in self.tensors.items()}
+        wrong = [(n, shapes[n], list(expected[n])) for n in sorted(shapes.keys() & expected.keys())]
+        found = {
+            "missing": sorted(expected.keys() - shapes.keys()),
+            "unexpected": sorted(shapes.keys() - expected.keys()),
+            "of another shape": [_mismatch(name, got, want) for name, got, want in wrong if got != want],
+        }
+        problems = [f"{kind}: {_listed(names)}" for kind, names in found.items() if names]
+        if problems:
+            raise ValueError(
+                f"{self.source}: the weights are not those of the drafter that its config.json describes. "
+                + "; ".join(problems)
+            )
+        for name, stored in sorted(self.tensors.items()):
+            wanted = ("I64", "I32") if name == "draft_token_ids" else _FLOATS
+            if stored.dtype not in wanted:
+                raise ValueError(
+                    f"{self.source}: {stored.name} is {stored.dtype}, not one of {', '.join(wanted)}; quantised "
+                    "drafters are not implemented."
+                )
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """The tensors, by the names that they have in the model."""
+        state, convert = {}, getattr(self.layout, "convert", lambda name, tensor: tensor)
+        for file in sorted({stored.file for stored in self.tensors.values()}):
+            with safe_open(file, "pt") as opened:
+                for name, stored in self.tensors.items():
+                    if stored.file == file:
+                        state[name] = convert(name, opened.get_tensor(stored.name))
+        return state
+
+
+def read(source: str | os.PathLike, arguments: dict[str, Any] | None = None) -> Checkpoint:
+    """
+    Look at a drafter in any supported layout.
+
+    Args:
+        arguments (`dict`, *optional*): keyword arguments of `from_pretrained`; those that say where to look are used.
 
     Raises:
-        `ValueError`: when no layout matches, or a field has a value that the layout's rules forbid.
-        `OSError`: when there is no configuration.
+        `ValueError`: when no layout matches, a field has a value that the layout's rules forbid, or a file is damaged.
+        `OSError`: when there is no configuration or no safetensors file.
     """
-    where = {name: arguments[name] for name in _CONFIG_ARGUMENTS if name in arguments}
-    raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    where = {name: value for name, value in (arguments or {}).items() if name in PLACES}
+    raw, _ = PreTrainedConfig.get_config_dict(source, **where)
     if not isinstance(raw, dict):
-        raise ValueError(f"{name_or_path}/config.json: a JSON object was expected, not {type(raw).__name__}.")
+        raise ValueError(f"{source}/config.json: a JSON object was expected, not {type(raw).__name__}.")
     if not raw:
-        raise OSError(f"{name_or_path}: no config.json. A drafter folder holds config.json and model.safetensors.")
-    return config_from_dict(raw, str(name_or_path))
+        raise OSError(f"{source}: no config.json. A drafter folder holds config.json and model.safetensors.")
+    layout = layout_of(raw, str(source))
+    stored = files.headers(source, files.find(source, where))
+    tensors, dropped = renamed(stored, layout, str(source))
+    return Checkpoint(str(source), raw, layout, config_from_dict(raw, str(source), tensors), tensors, dropped)
 
 
-def config_from_dict(raw: dict, source: str) -> DFlashConfig:
-    """The [`DFlashConfig`] of the dict in a `config.json`; `source` names it in errors."""
+def layout_of(raw: dict[str, Any], source: str) -> ModuleType:
+    """The layout of the dict in a `config.json`; `source` names it in errors."""
+    if not isinstance(raw.get("architectures") or [], list):
+        raise ValueError(f"{source}/config.json: architectures={raw['architectures']!r} is not a list.")
     for layout in LAYOUTS:
         if layout.detect(raw):
-            try:
-                return DFlashConfig(**layout.normalise(raw))
-            except (ValueError, TypeError, StrictDataclassError) as error:
-                raise ValueError(f"{source}/config.json: {' '.join(str(error).split())}") from error
+            return layout
     raise ValueError(
         f"{source}/config.json: no DFlash layout has model_type={raw.get('model_type')!r} and "
-        f"architectures={raw.get('architectures')!r}. Known: {', '.join(layout.NAME for layout in LAYOUTS)}."
+        f"architectures={raw.get('architectures')!r}. Known: "
+        + ", ".join(layout.NAME for layout in LAYOUTS if layout is not refused)
     )
 
 
-@contextmanager
-def damage_named(source: str | os.PathLike) -> Iterator[None]:
-    """Raise `ValueError` that names the folder and the remedy where reading a safetensors file fails."""
+def config_from_dict(raw: dict[str, Any], source: str, tensors: dict[str, Stored] | None = None) -> DFlashConfig:
+    """The [`DFlashConfig`] of the dict in a `config.json` beside `tensors`; `source` names it in errors."""
+    layout = layout_of(raw, source)
     try:
-        yield
-    except SafetensorError as error:
-        raise ValueError(
-            f"{source}: the safetensors file is damaged or incomplete ({error}). Copy or download the drafter again."
-        ) from error
+        return DFlashConfig(**layout.normalise(raw, tensors or {}))
+    except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{source}/config.json: {' '.join(str(error).split())}") from error
 
 
-def check_tensors(source: str | os.PathLike, info: dict) -> None:
-    """
-    Raise `ValueError` unless every tensor was expected and every expected tensor was there with its shape.
-
-    Args:
-        info (`dict`): what `from_pretrained(..., output_loading_info=True)` reports.
-    """
-    mismatched = [_mismatch(name, list(got), list(want)) for name, got, want in info["mismatched_keys"]]
-    found = {
-        "missing": sorted(info["missing_keys"]),
-        "unexpected": sorted(info["unexpected_keys"]),
-        "of another shape": sorted(mismatched),
-    }
-    problems = [f"{kind}: {', '.join(names)}" for kind, names in found.items() if names]
-    if problems:
-        raise ValueError(
-            f"{source}: the weights are not those of the drafter that its config.json describes. "
-            + "; ".join(problems)
-        )
+def renamed(stored: dict[str, Stored], layout: ModuleType, source: str) -> tuple[dict[str, Stored], list[str]]:
+    """The tensors by the names that they have in the model, and the names of those that are dropped."""
+    tensors: dict[str, Stored] = {}
+    dropped = []
+    for name, where in stored.items():
+        new = name
+        for pattern, replacement in {**_RENAMES, **layout.RENAMES}.items():
+            new = re.sub(pattern, replacement, new)
+        if any(re.search(pattern, new) for pattern in (*_DROPPED, *getattr(layout, "DROPPED", ()))):
+            dropped.append(name)
+        elif new in tensors:
+            raise ValueError(f"{source}: {name} and {tensors[new].name} are both {new}.")
+        else:
+            tensors[new] = where
+    return tensors, dropped
 
 
 def _mismatch(name: str, got: list[int], want: list[int]) -> str:
     """Both shapes; for the fusion of the taps also what the shapes mean."""
-    if name == "fc.weight" and got[0] == want[0]:
+    if name == "fc.weight" and len(got) == 2 and got[0] == want[0]:
         counts = f"{got[1] / got[0]:g} tapped layers, but target_layer_ids names {want[1] / want[0]:g}"
         return f"{name} {got} instead of {want} (it fuses {counts})"
     return f"{name} {got} instead of {want}"
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -5,6 +5,8 @@ from ..configuration_dflash import DFlashConfig
 
 NAME = "dflash_hf (model_type dflash)"
 
+RENAMES: dict[str, str] = {}
+
 
 # Every field of the configuration, and what `save_pretrained` and Trainer write beside them.
 _KNOWN = {*DFlashConfig().to_dict(), "transformers_version", "auto_map", "use_cache"}
@@ -14,7 +16,7 @@ def detect(raw: dict) -> bool:
     return raw.get("model_type") == DFlashConfig.model_type
 
 
-def normalise(raw: dict) -> dict:
+def normalise(raw: dict, tensors: dict) -> dict:
     for field in ("block_size", "mask_token_id", "target_layer_ids"):
         if raw.get(field) is None:
             raise ValueError(f"{field} is missing; a drafter cannot be used without it.")

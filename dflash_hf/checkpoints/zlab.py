@@ -1,33 +1,20 @@
 """
-The layout of the published z-lab drafters, version 1: a Qwen3 configuration with the DFlash fields in a nested
-`dflash_config`; older files keep `block_size` and `num_target_layers` at the top level.
+The layout of the published z-lab drafters, versions 1 and 2, which SpecForge and Model-Optimizer write too: a Qwen3
+configuration with the DFlash fields in a nested `dflash_config`; older files keep `block_size` and
+`num_target_layers` at the top level.
 """
 
-NAME = "z-lab v1 (architectures DFlashDraftModel)"
+from . import fields as common
+from .fields import Fields, section
 
-# Fields of the backbone that mean the same in `DFlashConfig`.
-_BACKBONE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "attention_bias",
-    "attention_dropout",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+NAME = "z-lab (architectures DFlashDraftModel, DFlash2DraftModel)"
+
+RENAMES: dict[str, str] = {}
 _KNOWN = {
     "block_size",
     "mask_token_id",
+    "mask_token",
     "target_layer_ids",
     "num_target_layers",
     "causal",
@@ -37,97 +24,105 @@ _KNOWN = {
     "output_multiplier",
     "input_embedding_scale",
     "projector_type",
+    "attention_mode",
+    "pure_draft_prefix_len",
+    "shift_label",
+    "attention_sink_bias",
+    "attention_value_scale",
 }
-# Fields that change the computation, and the one value that this library computes.
-_NEUTRAL = {
-    "final_logit_softcapping": None,
-    "output_multiplier": 1.0,
-    "input_embedding_scale": 1.0,
-    "projector_type": None,
-    "draft_vocab_size": None,
-    "partial_rotary_factor": 1.0,
-}
+_KNOWN_2 = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 
 
 def detect(raw: dict) -> bool:
-    return "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or [])
+    if (raw.get("architectures") or [None])[0] in ("DFlashDraftModel", "DFlash2DraftModel"):
+        return True
+    return "dflash_config" in raw and not raw.get("architectures")
 
 
-def normalise(raw: dict) -> dict:
-    architecture = (raw.get("architectures") or ["DFlashDraftModel"])[0]
-    if architecture != "DFlashDraftModel":
-        raise ValueError(f"architectures={architecture!r} is another drafter than DFlash v1 and is not supported.")
-    nested = raw.get("dflash_config") or {}
-    unknown = sorted(set(nested) - _KNOWN)
+def normalise(raw: dict, tensors: dict) -> dict:
+    nested = section(raw, "dflash_config")
+    second = (raw.get("architectures") or [""])[0] == "DFlash2DraftModel"
+    unknown = sorted(set(nested) - (_KNOWN | _KNOWN_2 if second else _KNOWN))
     if unknown:
         raise ValueError(f"dflash_config has fields that this library does not know: {', '.join(unknown)}.")
-    for field, neutral in _NEUTRAL.items():
-        value = _either(raw, nested, field)
-        if value not in (None, neutral):
-            raise ValueError(f"{field}={value!r} is not supported, only {neutral!r}.")
-
-    fields = {name: raw[name] for name in _BACKBONE if raw.get(name) is not None}
-    fields["rope_parameters"] = _rope(raw)
-    missing = [name for name in _REQUIRED if name not in fields]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} is missing; a drafter's geometry cannot be guessed.")
-    for name in ("block_size", "mask_token_id", "target_layer_ids"):
-        fields[name] = _either(raw, nested, name)
-        if fields[name] is None:
-            raise ValueError(f"{name} is missing, at the top level and in dflash_config alike.")
-    fields["num_target_layers"] = _either(raw, nested, "num_target_layers")
-    return {**fields, **_attention(raw, nested, fields["num_hidden_layers"])}
-
-
-def _either(raw: dict, nested: dict, field: str):
-    """The value of a field that may stand in `dflash_config`, at the top level, or equally in both."""
-    inner, outer = nested.get(field), raw.get(field)
-    if inner is not None and outer is not None and inner != outer:
-        raise ValueError(f"{field} contradicts itself: {outer!r} at the top level, {inner!r} in dflash_config.")
-    return outer if inner is None else inner
+    fields = Fields(nested, raw)
+    fields.refuse(
+        projector_type="another drafter's head",
+        draft_vocab_size="a shortlist, without its ids",
+        shift_label="slots that predict the next token",
+    )
+    if fields.get("attention_mode", "gqa") not in ("gqa", "mha"):
+        raise ValueError(f"attention_mode={fields.get('attention_mode')!r}: only gqa and mha are implemented.")
+    result = {**common.backbone(raw), **common.block(fields), **common.attention(raw, nested), **common.logits(fields)}
+    # The reference implementation takes rows of the table, also of a target that scales or norms them.
+    result["input_embeddings"] = "table"
+    result["input_embedding_scale"] = fields.get("input_embedding_scale", 1.0)
+    if second:
+        result |= {
+            "conv_kernel_size": fields.need("conv_kernel_size"),
+            "conv_group_size": fields.need("conv_group_size"),
+            "proposal_head": "selector",
+            "proposal_rank": fields.need("selector_rank"),
+            "selector_top_k": fields.need("selector_top_k"),
+        }
+    return result
 
 
-def _rope(raw: dict) -> dict:
-    """Both spellings: `rope_parameters`, or the older `rope_theta` with `rope_scaling`."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    if "type" in rope:
-        rope["rope_type"] = rope.pop("type")
-    rope.setdefault("rope_type", "default")
-    outer = raw.get("rope_theta")
-    if None not in (outer, rope.get("rope_theta")) and outer != rope["rope_theta"]:
-        raise ValueError(
-            f"rope_theta contradicts itself: {outer!r} at the top level, {rope['rope_theta']!r} in rope_parameters."
-        )
-    if outer is not None:
-        rope["rope_theta"] = outer
-    if rope.get("rope_theta") is None:
-        raise ValueError("rope_theta is missing, at the top level and in rope_parameters alike.")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported, only 1.0.")
-    return rope
-
-
-def _attention(raw: dict, nested: dict, num_layers: int) -> dict:
+def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
     """
-    Window and causality of each layer.
+    A drafter in this layout.
 
-    The published rule: `is_causal`, else `causal`, for all layers; else sliding layers are causal inside the block
-    and full layers are not. With `use_swa` every layer slides, and none is causal.
+    Args:
+        drafter (`DFlashDraftModel`), head (`torch.Tensor` of shape `(V, H)`, *optional*): the target's head, not used.
+
+    Returns:
+        `(raw, tensors, impossible, lost)`: `config.json`, the weights, what cannot be said, and what is left out.
     """
-    layer_types = raw.get("layer_types") or ["full_attention"] * num_layers
-    window = raw.get("sliding_window")
-    causal_layers = [kind == "sliding_attention" for kind in layer_types]
-    if nested.get("use_swa") and "sliding_attention" not in layer_types:
-        layer_types = ["sliding_attention"] * num_layers
-        window = nested.get("swa_window_size") or window
-        causal_layers = [False] * num_layers
-    for stated in (raw.get("is_causal"), nested.get("causal")):
-        if stated is not None:
-            causal_layers = [stated] * num_layers
-            break
-    sliding = "sliding_attention" in layer_types
-    return {
-        "layer_types": layer_types,
-        "sliding_window": window if sliding else None,
-        "causal_layers": causal_layers,
+    config, state = drafter.config, drafter.state_dict()
+    sliding, second = "sliding_attention" in config.layer_types, config.conv_kernel_size is not None
+    rule = [kind == "sliding_attention" for kind in config.layer_types]
+    causal = config.causal_layers
+    impossible = common.cannot_say(
+        config,
+        (config.sample_from_anchor, "sample_from_anchor=True"),
+        (config.own_embeddings, "own_embeddings=True"),
+        (config.own_head, "own_head=True"),
+        (-1 in config.target_layer_ids, "the output of the embedding in target_layer_ids"),
+        (config.proposal_head not in ("independent", "selector"), f"proposal_head={config.proposal_head!r}"),
+        (
+            second != (config.proposal_head == "selector"),
+            "convolutions without a selector, or a selector without them",
+        ),
+        (causal != rule and len(set(causal)) > 1, f"causal_layers={causal}"),
+    )
+    lost = ["draft_vocab_size (it will propose from the whole vocabulary)"] if config.draft_vocab_size else []
+    lost += ["confidence_head"] if config.confidence_head else []
+    nested = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+        "num_target_layers": config.num_target_layers,
+        "output_multiplier": config.output_multiplier,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "input_embedding_scale": None if config.input_embedding_scale == 1 else config.input_embedding_scale,
     }
+    if second:
+        nested |= {
+            "conv_kernel_size": config.conv_kernel_size,
+            "conv_group_size": config.conv_group_size,
+            "selector_rank": config.proposal_rank,
+            "selector_top_k": config.selector_top_k,
+        }
+    raw = {
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        **common.written(config),
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "is_causal": causal[0] if sliding and causal != rule else None,
+        "dflash_config": {name: value for name, value in nested.items() if value is not None},
+    }
+    dropped = ("draft_token_ids", "confidence_head.")
+    tensors = {name: tensor for name, tensor in state.items() if not name.startswith(dropped)}
+    tensors = {name.replace("proposal_head.", "candidate_selector."): tensor for name, tensor in tensors.items()}
+    return {name: value for name, value in raw.items() if value is not None}, tensors, impossible, lost

@@ -16,7 +16,7 @@ from transformers.utils import is_matplotlib_available, logging
 
 from .. import masking, objective, pairing
 from ..modeling_dflash import DFlashDraftModel
-from ..proposal import ProposalHead
+from ..proposal import ProposalHead, embed
 from ..target import Target
 from .arguments import DFlashTrainingArguments, check_run, check_sharding
 from .data import EpochSampler, collate, positions
@@ -216,7 +216,7 @@ class DFlashTrainer(Trainer):
         }
         dtype = next(model.parameters()).dtype
         output = model(
-            noise_embeds=self.target.embed(block_ids.flatten(1), self.model.config).to(dtype),
+            noise_embeds=embed(self.model, self.target, block_ids.flatten(1)).to(dtype),
             context_hidden_states=states[..., : self.model.fc.in_features].to(dtype),
             position_ids=torch.cat([place, (place.gather(1, anchors).unsqueeze(-1) + offsets).flatten(1)], dim=1),
             attention_mask=masks,

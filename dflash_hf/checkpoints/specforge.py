@@ -1,0 +1,49 @@
+"""
+The layout of SpecForge's DSpark and Domino drafters: that of z-lab with the fields of a head, in `dflash_config` or at
+the top level. (Its DFlash drafters are in z-lab's layout.)
+"""
+
+from . import fields as common
+from .fields import Fields, section
+
+
+NAME = "SpecForge (architectures DSparkDraftModel, DominoDraftModel)"
+
+RENAMES = {
+    r"^logit_head\.": "",
+    r"^prefix_gru\.": "proposal_head.prefix_gru.",
+    r"^embed_proj\.": "proposal_head.embed_proj.",
+    r"^markov_head\.": "proposal_head.",
+}
+
+
+def detect(raw: dict) -> bool:
+    architecture = (raw.get("architectures") or [""])[0]
+    nested = raw.get("dflash_config")
+    return architecture == "DominoDraftModel" or (architecture == "DSparkDraftModel" and isinstance(nested, dict))
+
+
+def normalise(raw: dict, tensors: dict) -> dict:
+    nested = section(raw, "dflash_config")
+    fields = Fields(nested, raw, section(raw, "dspark_config"))
+    fields.refuse()
+    if fields.get("attention_mode", "gqa") not in ("gqa", "mha"):
+        raise ValueError(f"attention_mode={fields.get('attention_mode')!r}: only gqa and mha are implemented.")
+    result = {**common.backbone(raw), **common.block(fields), **common.attention(raw, nested), **common.logits(fields)}
+    result["input_embeddings"] = "table"
+    domino = raw["architectures"][0] == "DominoDraftModel"
+    expected = "domino" if domino else "dspark"
+    if fields.get("projector_type", expected) != expected:
+        raise ValueError(f"projector_type={fields.get('projector_type')!r}, but architectures names {expected!r}.")
+    if domino:
+        head = {
+            "proposal_head": "domino",
+            "proposal_rank": fields.need("emb_dim"),
+            "domino_state_size": fields.need("gru_hidden_dim"),
+            "domino_prefix": fields.integer("pure_draft_prefix_len", 0),
+        }
+    else:
+        head = common.markov(fields, "enable_confidence_head")
+    # DSpark is trained on labels one further than the slot. (Its own script reads the slots as if it were not.)
+    shifted = fields.flag("sample_from_anchor", fields.flag("shift_label", not domino))
+    return {**result, **head, "sample_from_anchor": shifted}

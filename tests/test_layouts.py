@@ -1,0 +1,204 @@
+"""Every published layout: what it says of itself, that the weights mean the same in each, and what is refused."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from layouts import HIDDEN, LOADED, NESTED, REFUSED, WORDS, write, zlab
+from oracles import plain, prompt_of
+from tiny import draft_inputs, tiny_target, write_folder, zlab_config
+
+import dflash_hf
+from dflash_hf import DFlashDraftModel
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=8, vocab_size=WORDS)
+
+
+def load(folder) -> DFlashDraftModel:
+    return DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def output(drafter: DFlashDraftModel) -> torch.Tensor:
+    with torch.no_grad():
+        return drafter(**draft_inputs(drafter.config, 9)).last_hidden_state
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_every_layout_loads_and_leaves_the_text_as_it_is(name, target, tmp_path):
+    folder, (_, num_tensors, proposals) = write(name, tmp_path), LOADED[name]
+    assert len(LOADED[name][0]()[1]) == num_tensors
+    drafter = load(folder)
+    assert drafter.config.num_proposals == proposals
+    assert drafter.config.target_layer_ids == [1, 5] and drafter.config.mask_token_id == 90
+    dflash_hf.attach(target, drafter)
+    try:
+        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
+            ids = prompt_of(6)
+            expected = plain(target, ids, max_new_tokens=20, **options)
+            assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=20, **options), expected)
+            assert drafter.last_statistics.rounds[0].proposed == proposals
+        batch = {"input_ids": torch.cat([prompt_of(6), prompt_of(6, seed=3)])}
+        expected = plain(target, **batch, max_new_tokens=9, do_sample=False)
+        assert torch.equal(
+            target.generate(**batch, assistant_model=drafter, max_new_tokens=9, do_sample=False), expected
+        )
+    finally:
+        dflash_hf.detach(target)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_every_layout_saves_in_ours_and_loads_again(name, tmp_path):
+    drafter = load(write(name, tmp_path / "published"))
+    drafter.save_pretrained(tmp_path / "ours")
+    again = load(tmp_path / "ours")
+    ours, theirs = again.config.to_dict(), drafter.config.to_dict()
+    assert {**ours, "_name_or_path": None} == {**theirs, "_name_or_path": None}
+    assert again.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, drafter.state_dict()[key]) for key, value in again.state_dict().items())
+
+
+SAME = ["z-lab, older", "speculators", "transformers"]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_weights_in_another_layout_propose_the_same(name, tmp_path):
+    drafter, reference = load(write(name, tmp_path / "a")), load(write(SAME[0], tmp_path / "b"))
+    assert torch.equal(output(drafter), output(reference))
+    fields = ("block_size", "target_layer_ids", "mask_token_id", "sample_from_anchor", "layer_types", "causal_layers")
+    for field in (*fields, "rope_parameters", "rms_norm_eps"):
+        assert getattr(drafter.config, field) == getattr(reference.config, field), field
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_implemented_or_does_not_fit_is_refused_by_name(name, tmp_path):
+    folder = write(name, tmp_path)
+    with pytest.raises((ValueError, OSError)) as error:
+        load(folder)
+    message = str(error.value)
+    assert str(tmp_path) in message and "\n" not in message
+    for word in REFUSED[name][1]:
+        assert word in message
+
+
+def test_the_three_errors_of_a_bad_folder_are_distinct(target, tmp_path):
+    messages = []
+    for name in ("three taps for two layers", "gates"):
+        with pytest.raises(ValueError) as error:
+            load(write(name, tmp_path / name.replace(" ", "-")))
+        messages.append(str(error.value))
+    raw, tensors = zlab(dflash_config={**NESTED, "mask_token_id": WORDS})
+    with pytest.raises(ValueError, match="mask_token_id: 96") as error:
+        dflash_hf.attach(target, load(write_folder(tmp_path / "mask", raw, tensors)))
+    assert len({*messages, str(error.value)}) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- details
+def test_ids_of_tapped_layers_of_speculators_count_from_the_embedding(tmp_path):
+    from layouts import speculators
+
+    raw, tensors = speculators(aux_hidden_state_layer_ids=[0, 8])
+    assert load(write_folder(tmp_path, raw, tensors)).config.target_layer_ids == [-1, 7]
+
+
+def test_a_shortlist_is_read_from_the_differences_of_the_ids(target, tmp_path):
+    drafter = load(write("speculators, shortlist", tmp_path))
+    ids = torch.arange(40) * 2 + 3
+    assert torch.equal(drafter.draft_token_ids, ids)
+    assert drafter.config.own_head and drafter.config.own_embeddings and drafter.lm_head.weight.shape == (40, HIDDEN)
+    proposed, head = [], dflash_hf.proposal.ProposalHead(drafter, dflash_hf.target.Target(target))
+    hidden = torch.randn(1, 3, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = head.logits(hidden)
+        assert torch.equal(logits, drafter.lm_head(hidden))
+        proposed = head.greedy(logits)
+    assert torch.equal(proposed, ids[logits.argmax(-1)])
+    full = head.over_vocabulary(logits, WORDS)
+    assert torch.equal(full[..., ids], logits) and full.isneginf().sum() == 3 * (WORDS - 40)
+
+
+@pytest.mark.parametrize("name", ["speculators, shortlist", "DeepSpec DFlash"])
+def test_own_embeddings_are_what_the_slots_are_given(name, target, tmp_path):
+    drafter, given = load(write(name, tmp_path)), []
+    drafter.register_forward_pre_hook(lambda m, a, kwargs: given.append(kwargs["noise_embeds"]), with_kwargs=True)
+    target.generate(
+        prompt_of(6), max_new_tokens=4, do_sample=False, custom_generate=dflash_hf.custom_generate(drafter)
+    )
+    first = next(each for each in given if each.shape[1])
+    assert torch.equal(first[0, 1:], drafter.embed_tokens.weight[90].expand(3, -1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "shifted"),
+    [
+        ({}, True),
+        ({"shift_label": False}, False),
+        ({"shift_label": True}, True),
+        ({"sample_from_anchor": False}, False),
+    ],
+)
+def test_slots_of_specforges_dspark_predict_the_next_token_unless_the_file_says_otherwise(fields, shifted, tmp_path):
+    from layouts import specforge_dspark
+
+    assert load(write_folder(tmp_path, *specforge_dspark(**fields))).config.sample_from_anchor == shifted
+
+
+def test_what_speculators_leaves_out_is_the_default_of_its_class(tmp_path):
+    from layouts import speculators
+
+    raw, _ = speculators()
+    inner = raw["transformer_layer_config"]
+    for name in ("hidden_act", "rms_norm_eps", "attention_bias", "rope_parameters", "num_hidden_layers"):
+        inner.pop(name)
+    config = dflash_hf.checkpoints.config_from_dict(raw, "here")
+    assert (config.hidden_act, config.rms_norm_eps, config.num_hidden_layers) == ("silu", 1e-6, 32)
+    assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_one_rope_for_each_kind_of_layer_is_that_of_the_drafters_layers(tmp_path):
+    both = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7000.0},
+    }
+    raw = zlab_config(rope_theta=None, rope_parameters=both)
+    assert dflash_hf.checkpoints.config_from_dict(raw, "here").rope_parameters["rope_theta"] == 5000.0
+    mixed = {**raw, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    with pytest.raises(ValueError, match="one RoPE for all layers"):
+        dflash_hf.checkpoints.config_from_dict(mixed, "here")
+
+
+def test_weights_in_shards_load_and_a_missing_shard_is_named(tmp_path):
+    raw, tensors = zlab()
+    folder = write_folder(tmp_path / "whole", raw, tensors)
+    load(folder).save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert torch.equal(output(load(tmp_path / "shards")), output(load(folder)))
+    shard = sorted((tmp_path / "shards").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(OSError, match=f"names {shard.name}, which is missing"):
+        load(tmp_path / "shards")
+
+
+def test_weights_are_never_read_from_a_pickle(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(zlab_config()))
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"pytorch_model\.bin, and weights are never read from pickles"):
+        load(tmp_path)
+
+
+def test_names_that_would_be_one_are_refused(tmp_path):
+    raw, tensors = zlab()
+    with pytest.raises(ValueError, match="are both fc.weight"):
+        load(write_folder(tmp_path, raw, {**tensors, "model.fc.weight": tensors["fc.weight"].clone()}))
+
+
+def test_every_layout_is_found_by_one_alone():
+    from dflash_hf.checkpoints import LAYOUTS, flat, muse, refused, speculators
+
+    ordered = (flat, muse, speculators, refused)  # what these recognise is not asked of the others
+    for name, (make, *_) in itertools.chain(LOADED.items()):
+        raw, _ = make()
+        found = [layout for layout in LAYOUTS if layout.detect(raw)]
+        assert len(found) == 1 or found[0] in ordered, name
