@@ -3,11 +3,13 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DRAFTING = ("parallel", "autoregressive")
 CONDITIONING = ("kv", "input")
+_ROPE = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
 INPUT_EMBEDDINGS = ("module", "table")
 MARKOV_HEADS = ("markov", "gated_markov", "rnn_markov")
 PROPOSAL_HEADS = ("independent", *MARKOV_HEADS, "selector", "domino")
@@ -192,8 +194,20 @@ class DFlashConfig(PreTrainedConfig):
         taps, sliding = self.target_layer_ids, "sliding_attention" in self.layer_types
         head, group = self.proposal_head, self.conv_group_size
         autoregressive = self.drafting == "autoregressive"
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        rope = self.rope_parameters
         rules = [
-            ("block_size", self.block_size >= 2, "a block holds the anchor and at least one mask, so at least 2"),
+            *((name, getattr(self, name) >= 1, "at least 1") for name in sizes),
+            ("head_dim", self.head_dim >= 2 and self.head_dim % 2 == 0, "an even number, for the rotary embedding"),
+            ("rms_norm_eps", self.rms_norm_eps > 0, "more than 0"),
+            ("rope_parameters", rope.get("rope_type") in _ROPE, f"a rope_type among {', '.join(_ROPE)}"),
+            ("rope_parameters", (rope.get("rope_theta") or 0) > 0, "a rope_theta above 0"),
+            (
+                "block_size",
+                2 <= self.block_size <= max(2, self.max_position_embeddings),
+                "a block holds the anchor and at least one mask, so at least 2, and not more than "
+                f"max_position_embeddings={self.max_position_embeddings}",
+            ),
             ("mask_token_id", self.mask_token_id >= 0, "a row of the target's embedding, so at least 0"),
             ("num_hidden_layers", self.num_hidden_layers >= 1, "at least one drafter layer"),
             ("hidden_act", self.hidden_act in ACT2FN, "an activation that transformers has"),

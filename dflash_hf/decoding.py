@@ -49,6 +49,7 @@ class Decoding:
         config: GenerationConfig,
         verifier: str,
         num_assistant_tokens: int | None,
+        min_confidence: float | None,
         streamer: BaseStreamer | None,
     ):
         self.target, self.drafter, self.prompt = target, drafter, prompt
@@ -81,7 +82,7 @@ class Decoding:
             last_position=anchor_position + (self.max_length - self.prompt_columns - 2),
             position_offsets=prompt.position_offsets,
         )
-        self.drafting = Drafting(target, drafter, self.processing, self.drawing)
+        self.drafting = Drafting(target, drafter, self.processing, self.drawing, min_confidence)
         # Without end tokens, rows are written on until the last one has stopped, as in plain decoding.
         self.pads = self.stopping.pads or self.num_rows == 1
         self.stopped: list[int | None] = [None] * self.num_rows  # columns at which each row stopped
@@ -393,6 +394,7 @@ def decode(
     drafter: DFlashDraftModel,
     verifier: str = "block",
     num_assistant_tokens: int | None = None,
+    min_confidence: float | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer=None,
     stop_strings: str | list[str] | None = None,
@@ -412,6 +414,7 @@ def decode(
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=... beside them.")
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     options.check(generation_config, verifier, num_assistant_tokens)
+    options.check_confidence(min_confidence, drafter.config)
     options.check_inputs(generation_config, model_kwargs, target.text_config.model_type)
     prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
@@ -423,6 +426,7 @@ def decode(
         config=generation_config,
         verifier=verifier,
         num_assistant_tokens=num_assistant_tokens,
+        min_confidence=min_confidence,
         streamer=streamer,
     )
     if streamer is not None:

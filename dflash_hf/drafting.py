@@ -22,14 +22,23 @@ class Drafting:
         target (`Target`), drafter (`DFlashDraftModel`): the pair.
         processing (`Processing`): what shapes the proposals' law.
         drawing (`bool`): whether proposals are drawn from it; if not, the likeliest are taken.
+        min_confidence (`float`, *optional*): verify no further than to the first proposal that the drafter's
+            confidence head gives less.
 
     Attributes:
         over (`bool`): whether nothing more is drafted in this call.
     """
 
-    def __init__(self, target: Target, drafter: DFlashDraftModel, processing: Processing, drawing: bool):
+    def __init__(
+        self,
+        target: Target,
+        drafter: DFlashDraftModel,
+        processing: Processing,
+        drawing: bool,
+        min_confidence: float | None = None,
+    ):
         self.target, self.drafter, self.config = target, drafter, drafter.config
-        self.processing, self.drawing = processing, drawing
+        self.processing, self.drawing, self.min_confidence = processing, drawing, min_confidence
         self.head = ProposalHead(drafter, target)
         self.place = device_of(drafter), drafter.dtype
         self.over = False
@@ -52,6 +61,9 @@ class Drafting:
             block[:, :1] = state.anchor
             hidden = self._denoise(state, block)[:, -self.config.num_proposals :]
             proposals, q = self._choose(state.texts, hidden[:, :width], state.anchor[:, 0])
+            if self.min_confidence is not None:
+                number = self._num_confident(hidden, torch.cat([state.anchor, proposals], dim=1))
+                proposals, q = proposals[:, :number], q if q is None else q[:, :number]
         state.absorbed()
         return proposals, q
 
@@ -72,6 +84,21 @@ class Drafting:
             "The drafter's states are not finite (infinite or not a number), so the rest of this text is decoded "
             "without it. A drafter that was trained in bfloat16 may overflow in float16: load it in its own dtype."
         )
+
+    def _num_confident(self, hidden: torch.Tensor, tokens: torch.Tensor) -> int:
+        """
+        How many of the proposals are worth verifying in some row, for slots `(rows, n, H)` and the anchor with what
+        they proposed, `(rows, m + 1)`.
+
+        Of a slot, its hidden state and the tokens before it are looked at, but not its own, so that what is sampled
+        keeps its law.
+        """
+        number = tokens.shape[1] - 1
+        head, hidden = self.drafter.confidence_head, hidden[:, :number]
+        with_markov = self.config.confidence_head == "markov"
+        before = self.drafter.proposal_head.before(tokens[:, :-1].to(hidden.device)) if with_markov else None
+        confident = (head(hidden, before) >= self.min_confidence).long().cumprod(1).sum(1)
+        return int(confident.max())
 
     def _one_by_one(self, state: DecodeState, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A forward for each proposal; the drafter's cache holds the block's earlier slots meanwhile."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from . import pairing
+from . import options, pairing
 from .decoding import decode
 from .modeling_dflash import DFlashDraftModel
-from .options import VERIFIERS
 from .target import Target
 
 
@@ -25,6 +24,7 @@ class Attachment:
 
     verifier: str
     num_assistant_tokens: int | None
+    min_confidence: float | None
 
 
 def attach(
@@ -33,6 +33,7 @@ def attach(
     *,
     verifier: str = "block",
     num_assistant_tokens: int | None = None,
+    min_confidence: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     strict: bool = False,
 ) -> DFlashDraftModel:
@@ -57,6 +58,9 @@ def attach(
             what the target draws too. Greedy decoding needs none of them.
         num_assistant_tokens (`int`, *optional*):
             Verify at most so many proposals a round.
+        min_confidence (`float`, *optional*):
+            Of a drafter with a confidence head (DSpark): verify no further than to the first proposal that it gives
+            less.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The target's, to be compared with the one that the drafter was trained with, its chat template included.
         strict (`bool`, *optional*, defaults to `False`):
@@ -76,10 +80,11 @@ def attach(
     >>> target.generate(**inputs, assistant_model=drafter, max_new_tokens=512)
     ```
     """
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(VERIFIERS)}.")
+    if verifier not in options.VERIFIERS:
+        raise ValueError(f"verifier={verifier!r}: choose one of {', '.join(options.VERIFIERS)}.")
     if not isinstance(drafter, DFlashDraftModel):
         drafter = DFlashDraftModel.from_pretrained(drafter, dtype=target.dtype)
+    options.check_confidence(min_confidence, drafter.config)
     adapter = Target(target)
     target = adapter.model
     pairing.check(adapter, drafter)
@@ -93,7 +98,8 @@ def attach(
     for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(drafter.config, name, getattr(text, name))
     adapter.install_hooks(drafter.config.target_layer_ids)
-    target.generate = functools.partial(_generate, target, Attachment(verifier, num_assistant_tokens))
+    attachment = Attachment(verifier, num_assistant_tokens, min_confidence)
+    target.generate = functools.partial(_generate, target, attachment)
     return drafter
 
 
@@ -109,6 +115,7 @@ def custom_generate(
     *,
     verifier: str = "block",
     num_assistant_tokens: int | None = None,
+    min_confidence: float | None = None,
     streamer=None,
     tokenizer=None,
 ) -> Callable:
@@ -118,7 +125,7 @@ def custom_generate(
     Args:
         drafter (`DFlashDraftModel`):
             The drafter.
-        verifier, num_assistant_tokens:
+        verifier, num_assistant_tokens, min_confidence:
             As for [`attach`].
         streamer (`BaseStreamer`, *optional*):
             Gets the prompt and then the tokens of each round. `generate` does not hand its own `streamer` on.
@@ -136,6 +143,7 @@ def custom_generate(
         drafter=drafter,
         verifier=verifier,
         num_assistant_tokens=num_assistant_tokens,
+        min_confidence=min_confidence,
         streamer=streamer,
         tokenizer=tokenizer,
     )
@@ -155,6 +163,7 @@ def _generate(target: PreTrainedModel, attachment: Attachment, *args, **kwargs):
         drafter,
         verifier=attachment.verifier,
         num_assistant_tokens=attachment.num_assistant_tokens,
+        min_confidence=attachment.min_confidence,
         streamer=arguments.pop("streamer", None),
         tokenizer=options.pop("tokenizer", None),
     )

@@ -4,6 +4,7 @@ from transformers import GenerationConfig
 
 from . import cache as caches
 from . import compat
+from .configuration_dflash import DFlashConfig
 
 
 # How sampled proposals are verified, and whether they are drawn from the drafter's law rather than its likeliest.
@@ -38,6 +39,16 @@ def check(config: GenerationConfig, verifier: str, num_assistant_tokens: int | N
             f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}: that is another way to draft than a DFlash "
             "drafter; leave one of them out."
         )
+
+
+def check_confidence(min_confidence: float | None, config: DFlashConfig) -> None:
+    """Refuse a threshold that is none, or for a drafter that does not say how confident it is."""
+    if min_confidence is None:
+        return
+    if not 0 <= min_confidence <= 1:
+        raise ValueError(f"min_confidence={min_confidence!r}: a probability, between 0 and 1.")
+    if config.confidence_head is None:
+        raise ValueError(f"min_confidence={min_confidence!r}: this drafter has no confidence head; leave it out.")
 
 
 def check_inputs(config: GenerationConfig, model_kwargs: dict, model_type: str) -> None:

@@ -55,6 +55,7 @@ def zlab_2(**fields) -> Folder:
         dflash_config={**NESTED, "block_size": 4, **extra},
         layer_types=["sliding_attention"] * 2,
         sliding_window=64,
+        use_sliding_window=True,
         **fields,
     )
     return raw, tensors | convolutions() | selector()

@@ -297,3 +297,67 @@ def test_logits_are_shaped_as_the_drafters_configuration_says(multiplier, cap):
         expected = target.lm_head(hidden) * (multiplier or 1)
         expected = expected if cap is None else cap * torch.tanh(expected / cap)
         torch.testing.assert_close(head.logits(hidden), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- confidence
+def confident_pair(with_markov: bool, **fields):
+    """A pair whose confidence is known: that of a slot depends on the slot alone, or on the token before it."""
+    target = square_target()
+    head = "markov" if with_markov else "hidden"
+    drafter = drafter_for(target, 6, **HEADS["markov"], confidence_head=head, **fields)
+    with torch.no_grad():
+        drafter.confidence_head.proj.bias.fill_(3.0)
+    return target, drafter
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("with_markov", [False, True])
+def test_no_more_is_verified_than_the_drafter_is_confident_of(with_markov, batch, monkeypatch):
+    target, drafter = confident_pair(with_markov)
+    ids = torch.cat([prompt_of(6, seed=i) for i in range(batch)])
+    expected, number = plain(target, ids, max_new_tokens=20, do_sample=False), Drafting._num_confident
+    noted = []
+
+    def noting(self, hidden, tokens):
+        found = number(self, hidden, tokens)
+        before = drafter.proposal_head.before(tokens[:, :-1]) if with_markov else None
+        sure = drafter.confidence_head(hidden[:, : tokens.shape[1] - 1], before) >= 0.5
+        runs = [len(list(itertools.takewhile(bool, row))) for row in sure.tolist()]
+        assert found == max(runs)
+        noted.append(found)
+        return found
+
+    monkeypatch.setattr(Drafting, "_num_confident", noting)
+    dflash_hf.attach(target, drafter, min_confidence=0.5)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False), expected)
+    widths = [record.proposed for record in drafter.last_statistics.rounds if record.row == 0]
+    assert len(set(noted)) > 1
+    assert widths[: len(noted) - 1] == noted[: len(widths)][: len(noted) - 1]  # nothing is drafted for a last token
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+def test_cutting_by_confidence_keeps_the_law(pair, verifier):  # noqa: F811
+    target, drafter = with_head(pair, "markov")
+    drafter.config = copy.deepcopy(drafter.config)
+    drafter.config.confidence_head, drafter.config.proposal_rank = "markov", 3
+    drafter.config.proposal_head = "markov"
+    drafter.confidence_head = heads.ConfidenceHead(drafter.config)
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.copy_(some(1, 8 + 3, seed=3, scale=2))
+    method = dflash_hf.custom_generate(drafter, verifier=verifier, min_confidence=0.4)
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 1000, "custom_generate": method}
+    calls = []
+    for _ in range(8):
+        calls.append((target.generate(torch.tensor([[1]]), **options)[0], drafter.last_statistics.rounds))
+    assert chi_squared_p(calls, LAW) > SIGNIFICANCE
+    assert len({record.proposed for _, rounds in calls for record in rounds[:-8]}) > 1
+
+
+def test_thresholds_that_make_no_sense_are_refused():
+    target, drafter = confident_pair(False)
+    for value in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=f"min_confidence={value}"):
+            dflash_hf.attach(target, drafter, min_confidence=value)
+    with pytest.raises(ValueError, match="no confidence head"):
+        dflash_hf.attach(target, drafter_for(target), min_confidence=0.5)

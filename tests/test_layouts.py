@@ -1,7 +1,9 @@
 """Every published layout: what it says of itself, that the weights mean the same in each, and what is refused."""
 
+import copy
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -202,3 +204,125 @@ def test_every_layout_is_found_by_one_alone():
         raw, _ = make()
         found = [layout for layout in LAYOUTS if layout.detect(raw)]
         assert len(found) == 1 or found[0] in ordered, name
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_NESTED = ("dflash_config", "transformer_layer_config")
+
+
+def places_of(raw: dict) -> list[dict]:
+    return [raw, *(raw[name] for name in _NESTED if isinstance(raw.get(name), dict))]
+
+
+def spoil_field(draw: random.Random, raw: dict) -> str:
+    """Give a field a value that no drafter can have; what was done."""
+    wrong = {
+        **{name: [-1, 0, "32", 10**9, [32], 3.5] for name in (*_SIZES, "head_dim", "vocab_size")},
+        "block_size": [-4, 0, 1, "4", 10**9, 2.5, [4]],
+        "mask_token_id": [-1, "90", [90], 1.5],
+        "target_layer_ids": [[], [1, 1], [-2, 5], "1,5", [1, "5"], 5, {"1": 5}],
+        "aux_hidden_state_layer_ids": [[], [2, 2], [-1, 6], "2,6", 6, [2.5, 6]],
+        "rms_norm_eps": [-1e-6, "small", [1e-6]],
+        "rope_theta": [0, -1.0, "1e6", [1e6]],
+        "rope_parameters": ["default", [1], {"rope_type": "spiral", "rope_theta": 1e6}, {"rope_theta": -1}],
+        "layer_types": [["full_attention"], ["full_attention"] * 3, ["other"] * 2, "full_attention", [1, 2]],
+        "hidden_act": ["sillu", 5, ["silu"]],
+        "sliding_window": [-3, 0, "4", 2.5],
+        "num_target_layers": ["8", -1, 2, 3.5],
+        "markov_rank": [-1, "4", 10**6, 2.5],
+        "selector_rank": [-1, 0, "8", 9],
+        "selector_top_k": [-1, 0, "4", 2.5],
+        "conv_kernel_size": [0, -2, "2", 3],
+        "conv_group_size": [0, 5, "16", 8],
+        "emb_dim": [0, -6, "6", 7],
+        "gru_hidden_dim": [0, -5, "5", 6],
+        "draft_vocab_size": [-1, 0, "40", 41, 97],
+        "architectures": ["DFlashDraftModel", ["Qwen3ForCausalLM"], [5], {"a": 1}],
+        "dflash_config": ["none", [1], 5],
+        "transformer_layer_config": ["none", [1], 5],
+        "speculators_model_type": ["eagle3", 5, ["dflash"]],
+        "sample_from_anchor": ["yes", 2, [True]],
+    }
+    optional = {"sliding_window": any("sliding_attention" in (p.get("layer_types") or ()) for p in places_of(raw))}
+    known = [(p, n) for p in places_of(raw) for n in p if n in wrong and optional.get(n, True) and p[n] is not None]
+    place, name = draw.choice(sorted(known, key=lambda each: (each[1], len(each[0]))))
+    value = draw.choice(wrong[name])
+    place[name] = value
+    return f"{name}={value!r}"
+
+
+def remove_field(draw: random.Random, raw: dict) -> str:
+    needed = ("block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "emb_dim")
+    geometry = () if "speculators_model_type" in raw or "muse" in raw.get("model_type", "") else _SIZES
+    needed = ("encoder",) if "muse" in raw.get("model_type", "") else needed
+    known = [(p, n) for p in places_of(raw) for n in p if n in (*needed, *geometry)]
+    if not known:
+        return spoil_field(draw, raw)
+    place, name = draw.choice(sorted(known, key=lambda each: (each[1], len(each[0]))))
+    del place[name]
+    return f"without {name}"
+
+
+def contradict(draw: random.Random, raw: dict) -> str:
+    """Say something else at the top than in the nested part."""
+    nested = raw.get("dflash_config")
+    if not nested:
+        return spoil_field(draw, raw)
+    name = draw.choice(["block_size", "mask_token_id", "target_layer_ids"])
+    value = {"block_size": 5, "mask_token_id": 91, "target_layer_ids": [2, 5]}[name]
+    nested.setdefault(name, raw.get(name))
+    raw[name] = value
+    return f"{name} contradicts itself"
+
+
+def spoil_tensor(draw: random.Random, tensors: dict) -> str:
+    name = draw.choice(sorted(set(tensors) - {"t2d", "verifier_norm.weight"}))
+    kind = draw.choice(["missing", "renamed", "longer", "one more axis", "integers", "another beside it"])
+    tensor = tensors[name]
+    if kind in ("missing", "renamed"):
+        del tensors[name]
+    if kind == "renamed":
+        tensors[f"{name}_scale"] = tensor
+    if kind == "longer":
+        tensors[name] = torch.cat([tensor, tensor[:1]])
+    if kind == "one more axis":
+        tensors[name] = tensor.unsqueeze(0)
+    if kind == "integers":
+        tensors[name] = tensor.to(torch.int8) if tensor.is_floating_point() else tensor.float()
+    if kind == "another beside it":
+        tensors[f"layers.{draw.choice([2, 17])}.self_attn.q_proj.weight"] = torch.zeros(64, 32)
+    return f"{name} {kind}"
+
+
+def spoil_file(draw: random.Random, folder) -> str:
+    kind = draw.choice(["cut", "header", "empty", "json", "gone"])
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    if kind == "cut":
+        file.write_bytes(data[: draw.randint(1, len(data) - 1)])
+    elif kind == "header":
+        file.write_bytes(draw.randbytes(64) + data[64:])
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "gone":
+        file.unlink()
+    else:
+        config = folder / "config.json"
+        config.write_text(config.read_text()[: draw.randint(0, 40)])
+    return f"file: {kind}"
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_damaged_drafters_are_refused_in_one_line_and_nothing_is_loaded(seed, tmp_path, monkeypatch):
+    draw = random.Random(seed)
+    raw, tensors = copy.deepcopy(LOADED[draw.choice(sorted(LOADED))][0]())
+    spoil = draw.choice([spoil_field, spoil_field, remove_field, contradict, spoil_tensor, spoil_tensor, spoil_file])
+    done = spoil(draw, tensors if spoil is spoil_tensor else raw) if spoil is not spoil_file else None
+    folder = write_folder(tmp_path, raw, {key: tensor.contiguous() for key, tensor in tensors.items()})
+    done = done or spoil_file(draw, folder)
+    monkeypatch.setattr(dflash_hf.checkpoints.Checkpoint, "load", lambda self: pytest.fail(f"{done}: it was loaded"))
+    with pytest.raises((ValueError, OSError)) as error:
+        load(folder)
+    message = str(error.value)
+    assert str(tmp_path) in message and "\n" not in message and len(message) < 900, done

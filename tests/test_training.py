@@ -1086,3 +1086,20 @@ def test_a_wrapped_drafter_gives_the_loss_of_the_drafter(tmp_path):
     trainer = make_trainer(tmp_path, tiny_drafter(target), target)
     batch = collate(rows_of(12))
     close(loss_of(trainer, Wrapped(trainer.model), dict(batch)), loss_of(trainer, trainer.model, dict(batch)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"proposal_head": "markov", "proposal_rank": 2},
+        {"confidence_head": "hidden"},
+        {"conv_kernel_size": 2, "conv_group_size": 16},
+        {"own_embeddings": True},
+        {"own_head": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_drafters_with_parts_that_are_not_trained_here_are_refused_by_name(fields, tmp_path):
+    target = tiny_target()
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}=.*not trained here"):
+        make_trainer(tmp_path, tiny_drafter(target, **fields), target)

@@ -124,8 +124,9 @@ def read(source: str | os.PathLike, arguments: dict[str, Any] | None = None) -> 
 
 def layout_of(raw: dict[str, Any], source: str) -> ModuleType:
     """The layout of the dict in a `config.json`; `source` names it in errors."""
-    if not isinstance(raw.get("architectures") or [], list):
-        raise ValueError(f"{source}/config.json: architectures={raw['architectures']!r} is not a list.")
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{source}/config.json: architectures={architectures!r} is not a list of names.")
     for layout in LAYOUTS:
         if layout.detect(raw):
             return layout

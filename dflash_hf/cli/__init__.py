@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from . import decode, training
+from . import checkpoints, decode, training
 
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app.add_typer(data, name="data")
 # Options of these go to HfArgumentParser, `--help` too.
 _PASSED_ON = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}}
 
-for command in (decode.generate, decode.demo, decode.evaluate):
+for command in (decode.generate, decode.demo, decode.evaluate, checkpoints.inspect, checkpoints.convert):
     app.command()(command)
 app.command(**_PASSED_ON)(training.train)
 data.command()(training.regenerate)

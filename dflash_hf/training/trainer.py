@@ -15,6 +15,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import is_matplotlib_available, logging
 
 from .. import masking, objective, pairing
+from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import DFlashDraftModel
 from ..proposal import ProposalHead, embed
 from ..target import Target
@@ -31,6 +32,23 @@ from .saving import replace_folder, save_drafter
 logger = logging.get_logger(__name__)
 
 _EVALUATION = -1  # the "step" of the anchors that are measured on: always the same ones
+
+
+def check_trainable(config: DFlashConfig) -> None:
+    """Raise `ValueError` for a drafter with parts that are used here, and are not trained here."""
+    parts = {
+        "proposal_head": config.is_sequential,
+        "confidence_head": config.confidence_head is not None,
+        "conv_kernel_size": config.conv_kernel_size is not None,
+        "own_embeddings": config.own_embeddings,
+        "own_head": config.own_head,
+    }
+    for name, there in parts.items():
+        if there:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: drafters with this part are used here, but not trained here; "
+                "train them where they come from."
+            )
 
 
 class DFlashTrainer(Trainer):
@@ -64,6 +82,7 @@ class DFlashTrainer(Trainer):
         **kwargs,
     ):
         pairing.check(target, model)
+        check_trainable(model.config)
         check_run(args, eval_dataset, eval_prompts)
         # Trainer evaluates only if it is given a data set; ours may measure on prompts alone.
         super().__init__(model, args, data_collator=collate, eval_dataset=eval_dataset or [], **kwargs)
