@@ -360,7 +360,7 @@ class DFlashConfig(PreTrainedConfig):
         text = target_config.get_text_config(decoder=True)
         num_target_layers = text.num_hidden_layers
         heads = text.num_attention_heads
-        rope = text.rope_parameters or {}
+        rope = getattr(text, "rope_parameters", None) or {}
         # Of a target with one RoPE for each kind of layer, the published drafters take that of the full layers.
         rope = rope.get("full_attention", rope)
         inherited = {

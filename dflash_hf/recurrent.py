@@ -28,18 +28,21 @@ class MixerCall:
         mixer (`nn.Module`): the part of a decoder layer that updates the state.
         args (`tuple`), kwargs (`dict`): of its forward; tensors of shape `(B, n, ...)` are about n columns.
         products (`dict[int, tuple]`): of its linear layers, by the identity of their weight: the weight itself, so
-            that nothing else gets that identity, and what was returned, or `None` if that was more than one thing.
+            that nothing else gets that identity, what was returned, or `None` if that was more than one thing, and
+            the version of that, which tells whether it was changed in place.
     """
 
     mixer: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    products: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    products: dict[int, tuple[torch.Tensor, torch.Tensor | None, int]] = field(default_factory=dict)
 
     def remember(self, weight: torch.Tensor, output: torch.Tensor) -> None:
         """Note what a linear layer returned; it may be told twice, by the hooks of two calls at once."""
-        _, before = self.products.get(id(weight), (weight, output))
-        self.products[id(weight)] = weight, output if before is output else None
+        if output.is_inference():  # has no version
+            return
+        _, before, version = self.products.get(id(weight), (weight, output, output._version))
+        self.products[id(weight)] = weight, output if before is output else None, version
 
 
 class _Remembered(TorchFunctionMode):
@@ -121,11 +124,11 @@ class RecurrentLayers:
                 return cache
             return value[rows, columns] if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
 
-        # Of layers that were called once, and on the columns as they are.
+        # Of layers that were called once, on the columns as they are, and whose results nobody has changed since.
         known = {
             key: (weight, part(product))
-            for key, (weight, product) in call.products.items()
-            if product is not None and product.shape[:2] == shape
+            for key, (weight, product, version) in call.products.items()
+            if product is not None and product.shape[:2] == shape and product._version == version
         }
         with _Remembered(known):
             call.mixer(*map(part, call.args), **{name: part(value) for name, value in call.kwargs.items()})

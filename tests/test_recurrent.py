@@ -235,7 +235,7 @@ def test_no_weight_matrix_is_read_again(family, rows, monkeypatch):
     assert torch.equal(target.generate(**inputs, **GREEDY, custom_generate=method), full) and products
 
 
-@pytest.mark.parametrize("kind", ["hook", "subclass"])
+@pytest.mark.parametrize("kind", ["hook", "hook in place", "subclass"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_what_the_caller_does_to_a_linear_layer_is_done_once(family, kind, rows):
     target, inputs = square_target(family), ragged(3, 7)
@@ -249,6 +249,8 @@ def test_what_the_caller_does_to_a_linear_layer_is_done_once(family, kind, rows)
             if type(part) is nn.Linear and name.startswith("in_proj"):
                 if kind == "hook":
                     part.register_forward_hook(lambda module, args, output: 1.7 * output)
+                elif kind == "hook in place":
+                    part.register_forward_hook(lambda module, args, output: output.mul_(1.7))
                 else:
                     part.__class__ = Scaled
     full = plain(target, **inputs, **GREEDY)
