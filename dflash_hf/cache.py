@@ -27,28 +27,33 @@ KINDS = {
 }
 
 
-# Families whose forward of several tokens after a cache is not that of one token after the other, or which keep states
-# elsewhere: a verified block would not say what plain decoding writes.
+# Families of which a verified block does not say what plain decoding writes, or that cannot be tapped.
+_NOT_ONE_BY_ONE = "in transformers, its forward of several tokens after a cache is not that of one after the other"
 UNSOUND = {
-    "jamba": "its forward of several tokens after a cache is not that of one after the other",
-    "zamba2": "its forward of several tokens after a cache is not that of one after the other",
+    "jamba": _NOT_ONE_BY_ONE,
+    "zamba": _NOT_ONE_BY_ONE,
+    "zamba2": _NOT_ONE_BY_ONE,
+    "paligemma": _NOT_ONE_BY_ONE,
     "recurrent_gemma": "it keeps its states in its layers and not in a cache",
+    "gemma3n": "its layers have several hidden states for each token",
+    "gemma3n_text": "its layers have several hidden states for each token",
 }
 
 
-def check_can_roll_back(cache: Cache | None, model_type: str) -> None:
+def check_can_roll_back(cache: Cache | None, *model_types: str) -> None:
     """
     Raise `ValueError` unless every layer of the target's cache can forget rejected tokens.
 
     Known are the full, the sliding-window and the recurrent layers of a dynamic cache; any other kind is refused by
     its name.
     """
-    if model_type in UNSOUND:
-        raise ValueError(f"model_type={model_type!r}: {UNSOUND[model_type]} in transformers; leave the drafter out.")
+    for model_type in model_types:
+        if model_type in UNSOUND:
+            raise ValueError(f"model_type={model_type!r}: {UNSOUND[model_type]}; leave the drafter out.")
     if cache is None:
         raise ValueError(
-            f"no cache was prepared (use_cache=False, or model_type={model_type!r} has one of its own kind): DFlash "
-            "keeps a cache of committed tokens; leave use_cache at True, or the drafter out."
+            f"no cache was prepared (use_cache=False, or model_type={model_types[0]!r} has one of its own kind): "
+            "DFlash keeps a cache of committed tokens; leave use_cache at True, or the drafter out."
         )
     if cache.offloading:
         raise ValueError(

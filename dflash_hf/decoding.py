@@ -122,7 +122,6 @@ class Decoding:
             )
         self.replays = all(i in taps.mixers for i in recurrent)
         self.one_by_one |= self.num_rows > 1 and not self.replays
-        taps.clear()
         scores = self.processing(state.texts, logits, ids[:, :0])
         first = self._choose(scores)
         forward = Forward(logits, outputs.get("hidden_states"), outputs.get("attentions"))
@@ -415,7 +414,7 @@ def decode(
         stopping_criteria = StoppingCriteriaList([*stopping_criteria, StopStringCriteria(tokenizer, stop_strings)])
     options.check(generation_config, verifier, num_assistant_tokens)
     options.check_confidence(min_confidence, drafter.config)
-    options.check_inputs(generation_config, model_kwargs, target.text_config.model_type)
+    options.check_inputs(generation_config, model_kwargs, model.config.model_type, target.text_config.model_type)
     prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
         target,

@@ -51,7 +51,7 @@ def check_confidence(min_confidence: float | None, config: DFlashConfig) -> None
         raise ValueError(f"min_confidence={min_confidence!r}: this drafter has no confidence head; leave it out.")
 
 
-def check_inputs(config: GenerationConfig, model_kwargs: dict, model_type: str) -> None:
+def check_inputs(config: GenerationConfig, model_kwargs: dict, *model_types: str) -> None:
     """Refuse by name the inputs that this loop cannot carry from round to round."""
     given = {name for name, value in model_kwargs.items() if value is not None and not _is_empty(value)}
     others = sorted(given & compat.PROMPT_ONLY)
@@ -66,7 +66,7 @@ def check_inputs(config: GenerationConfig, model_kwargs: dict, model_type: str) 
             f"{', '.join(unknown)}: DFlash passes text, and images with the prompt, on to the target, and does not "
             "know how this goes on from token to token; leave the drafter out."
         )
-    caches.check_can_roll_back(model_kwargs.get(compat.CACHE), model_type)
+    caches.check_can_roll_back(model_kwargs.get(compat.CACHE), *model_types)
 
 
 def _is_empty(value) -> bool:

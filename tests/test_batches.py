@@ -211,6 +211,15 @@ def test_scores_logits_and_cache_are_those_of_plain_decoding(family, rows):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+def test_computing_the_cache_anew_asks_for_no_more_logits_than_one(rows):
+    target, inputs = square_target(), ragged(3, 9)
+    drafter = drafter_for(target)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    with counting(target) as calls:
+        target.generate(**inputs, **options, custom_generate=dflash_hf.custom_generate(drafter))
+    assert [call["logits_to_keep"] for call in calls[-2:]] == [1, 1]
+
+
 def test_several_sequences_of_a_prompt_are_rows(rows):
     target, inputs = square_target(), ragged(4, 9)
     options = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "max_new_tokens": 15}

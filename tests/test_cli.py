@@ -115,9 +115,13 @@ def test_train_prints_where_the_drafter_is(pair, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", "hello", "--target", "nowhere/at-all"], ["nowhere/at-all"]),
+        pytest.param(["generate", "hello", "--target", "nowhere/at-all"], ["nowhere/at-all"], marks=pytest.mark.slow),
         (["evaluate", "missing.jsonl"], ["missing.jsonl"]),
-        (["train", "--data", "missing.jsonl", "--output_dir", "out", "--target", "nowhere"], ["nowhere"]),
+        pytest.param(
+            ["train", "--data", "missing.jsonl", "--output_dir", "out", "--target", "nowhere"],
+            ["nowhere"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_errors_are_one_line_and_a_status(arguments, words, tmp_path):

@@ -53,6 +53,7 @@ def test_two_processes_train_what_one_trains_with_the_same_batches(alone, tmp_pa
     check_equal(alone, run(tmp_path, "1", "1", launch=processes(2, "--multi_gpu")))
 
 
+@pytest.mark.slow
 def test_sharded_weights_train_resume_and_decode_without_waiting_for_each_other(alone, tmp_path):
     fsdp = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     layer = ("--fsdp_transformer_layer_cls_to_wrap", "DFlashDecoderLayer")

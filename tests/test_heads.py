@@ -233,10 +233,11 @@ def with_head(pair, name: str):  # noqa: F811
     return target, drafter
 
 
-@pytest.mark.parametrize("verifier", ["block", "rejection", "match"])
-@pytest.mark.parametrize("name", ["markov", "rnn_markov", "selector"])
-def test_sampled_text_has_the_targets_law(pair, name, verifier):  # noqa: F811
-    calls = sample(with_head(pair, name), verifier, 8_000)
+@pytest.mark.parametrize("num_tokens", [2_000, pytest.param(32_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verifier", ["block", "rejection", pytest.param("match", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["markov", pytest.param("rnn_markov", marks=pytest.mark.slow), "selector"])
+def test_sampled_text_has_the_targets_law(pair, name, verifier, num_tokens):  # noqa: F811
+    calls = sample(with_head(pair, name), verifier, num_tokens)
     assert chi_squared_p(calls, LAW) > SIGNIFICANCE
     accepted = [record.accepted for _, rounds in calls for record in rounds]
     assert 0.1 < sum(accepted) / len(accepted) < 6.9
@@ -348,7 +349,7 @@ def test_cutting_by_confidence_keeps_the_law(pair, verifier):  # noqa: F811
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 1000, "custom_generate": method}
     calls = []
-    for _ in range(8):
+    for _ in range(3):
         calls.append((target.generate(torch.tensor([[1]]), **options)[0], drafter.last_statistics.rounds))
     assert chi_squared_p(calls, LAW) > SIGNIFICANCE
     assert len({record.proposed for _, rounds in calls for record in rounds[:-8]}) > 1

@@ -313,7 +313,7 @@ def spoil_file(draw: random.Random, folder) -> str:
     return f"file: {kind}"
 
 
-@pytest.mark.parametrize("seed", range(500))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow if i >= 100 else ()) for i in range(500)])
 def test_damaged_drafters_are_refused_in_one_line_and_nothing_is_loaded(seed, tmp_path, monkeypatch):
     draw = random.Random(seed)
     raw, tensors = copy.deepcopy(LOADED[draw.choice(sorted(LOADED))][0]())

@@ -23,7 +23,7 @@ from torch import nn
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel, drafting, integration, pairing
-from dflash_hf.target import Target
+from dflash_hf.target import Target, device_of
 
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -201,6 +201,23 @@ def test_weights_that_are_brought_in_for_each_call(family, whose, where, tmp_pat
     assert drafter.last_statistics.target_forwards == predicted
 
 
+def test_device_is_where_weights_are_brought_to():
+    head = nn.Linear(2, 2)
+    assert device_of(head) == torch.device("cpu") and device_of(nn.Identity()) is None
+    hook = accelerate.hooks.AlignDevicesHook(execution_device="meta", offload=False)
+    accelerate.hooks.add_hook_to_module(head, accelerate.hooks.SequentialHook(accelerate.hooks.ModelHook(), hook))
+    assert device_of(nn.Sequential(head)) == torch.device("meta")
+
+
+def test_rows_of_an_embedding_that_is_not_at_hand_are_refused_by_name():
+    target = square_target("gemma2", attention="eager")
+    drafter = drafter_for(target, input_embeddings="table")
+    dflash_hf.attach(target, drafter)
+    accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="input_embeddings: 'table', and the target's embedding is quantised or off"):
+        dflash_hf.attach(target, drafter)
+
+
 def test_target_with_a_device_map(tmp_path):
     expected = plain(square_target(), prompt_of(6), **GREEDY)
     square_target().save_pretrained(tmp_path / "target")
@@ -265,6 +282,22 @@ def test_draft_that_is_not_finite_ends_the_drafting_with_one_warning(options, le
     assert len(spoiled.calls) == 3
     assert {call["input_ids"].shape[1] for call in calls[-3:]} <= {1, columns + 19, columns, 19}
     assert all(record.proposed == 0 for record in drafter.last_statistics.rounds[-len(lengths) :])
+
+
+def test_first_slot_that_is_not_finite_is_not_forgotten(monkeypatch):
+    """Of a draft that is made token by token."""
+    target, warnings, forwards = square_target(), [], []
+    drafter = drafter_for(target, drafting="autoregressive", sample_from_anchor=True)
+
+    def spoiled(module, args, hidden):
+        forwards.append(hidden.shape[1])
+        return hidden * float("nan") if forwards.count(1) == 1 and hidden.shape[1] else hidden
+
+    drafter.norm.register_forward_hook(spoiled)
+    monkeypatch.setattr(drafting.logger, "warning", lambda *args: warnings.append(args[0]))
+    found = target.generate(prompt_of(6), **GREEDY, custom_generate=dflash_hf.custom_generate(drafter))
+    assert torch.equal(found, plain(target, prompt_of(6), **GREEDY))
+    assert len(warnings) == 1 and forwards.count(1) == 4
 
 
 @pytest.mark.parametrize("fields", [{}, {"drafting": "autoregressive", "sample_from_anchor": True}], ids=str)
