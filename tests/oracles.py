@@ -102,6 +102,7 @@ FAMILIES = {
         "shared_expert_intermediate_size": 16,
     },
     "qwen3_5_text": {**_DELTA, "rope_parameters": _PARTIAL_ROPE_3D},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "falcon_h1": {
         "mamba_d_ssm": 64,
         "mamba_n_heads": 4,
