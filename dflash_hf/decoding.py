@@ -415,6 +415,8 @@ def decode(
     options.check(generation_config, verifier, num_assistant_tokens)
     options.check_confidence(min_confidence, drafter.config)
     options.check_inputs(generation_config, model_kwargs, model.config.model_type, target.text_config.model_type)
+    if len(input_ids) > 1 and target.has_adapters_by_row():
+        raise ValueError("adapter_names: rows with adapters of their own are not supported; leave the drafter out.")
     prompt = Prompt(target, input_ids, model_kwargs, getattr(generation_config, "_mask_length", None))
     decoding = Decoding(
         target,

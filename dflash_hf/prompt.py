@@ -47,10 +47,11 @@ class Prompt:
         positions (`torch.LongTensor` of shape `(B, num_columns)`): of each in the text.
         position_offsets (`torch.LongTensor` of shape `(B, d, 1)`, *optional*): of a target with `d` positions a token
             (of images, time, height and width), what they are more than that in text after the prompt.
-        token_types (`list[str]`): inputs that say of each token what it is; of those that are decoded, text.
+        token_types (`dict[str, int]`): inputs that say of each token what it is, and what they say of those that are
+            decoded: text, or as of the last of the prompt.
 
     Raises:
-        `ValueError`: when the cache leaves nothing new, and for images in parts of a prompt.
+        `ValueError`: when the cache leaves nothing new, or rows end with tokens of different types.
     """
 
     def __init__(self, target: Target, ids: torch.Tensor, model_kwargs: dict, mask_length: int | None = None):
@@ -78,7 +79,8 @@ class Prompt:
             self.positions = self._in_text().expand(len(ids), -1)
             self.position_offsets = (self._given[..., -1:] - self.positions[:, -1:]).expand(-1, len(ids), -1)
             self.position_offsets = self.position_offsets.transpose(0, 1)
-        self.token_types = [name for name in compat.TOKEN_TYPES if model_kwargs.get(name) is not None]
+        given_types = {name: model_kwargs[name] for name in compat.TOKEN_TYPES if model_kwargs.get(name) is not None}
+        self.token_types = {name: 0 if "mm" in name else _same(name, types) for name, types in given_types.items()}
         self._before: Cache | None = caches.aside(self.cache)
 
     def parts(self, size: int | None) -> Iterator[Part]:
@@ -137,7 +139,7 @@ class Prompt:
             inputs["attention_mask"] = mask
         if num_logits is not None and "logits_to_keep" in self.kwargs:
             inputs["logits_to_keep"] = num_logits
-        return inputs | {name: torch.zeros_like(ids) for name in self.token_types}
+        return inputs | {name: torch.full_like(ids, value) for name, value in self.token_types.items()}
 
     def is_run(self) -> None:
         """
@@ -163,3 +165,13 @@ class Prompt:
         if self.mask is None:
             return torch.arange(self.num_columns, device=self.ids.device).unsqueeze(0)
         return (self.mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _same(name: str, types: torch.Tensor) -> int:
+    """The type of the last token, which must be that of all rows."""
+    last = set(types[:, -1].tolist())
+    if len(last) > 1:
+        raise ValueError(
+            f"{name}: the rows end with tokens of types {sorted(last)}; decode them in calls of their own."
+        )
+    return last.pop()

@@ -192,7 +192,9 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel):
-        adapter = getattr(model, "active_peft_config", None)
+        # While it generates, peft puts a method of the wrapper on the model.
+        wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
+        adapter = getattr(wrapper, "active_peft_config", None)
         if getattr(adapter, "is_prompt_learning", False):
             raise TypeError(
                 f"{type(adapter).__name__}: adapters that put tokens of their own before the text are not supported, "
@@ -255,6 +257,13 @@ class Target:
             if value is not None:
                 logits = _INVERTED.get((self.text_config.model_type, name), step)(logits, value)
         return logits
+
+    def has_adapters_by_row(self) -> bool:
+        """Whether peft runs rows with adapters of their own (`adapter_names`), so that none may be left out."""
+        if not hasattr(self.model, "peft_config"):
+            return False
+        hooks = (hook for module in self.model.modules() for hook in module._forward_pre_hooks.values())
+        return any("adapter_names" in (getattr(hook, "keywords", None) or {}) for hook in hooks)
 
     @contextmanager
     def capture(self, layer_ids: list[int], *, mixers: bool = False) -> Iterator[Taps]:

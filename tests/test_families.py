@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 import dflash_hf
 from dflash_hf import compat
+from dflash_hf.prompt import Prompt
 from dflash_hf.proposal import ProposalHead
 from dflash_hf.target import Target
 
@@ -184,6 +185,18 @@ def test_families_that_do_not_go_on_from_a_cache_as_plain_decoding_does_are_refu
     assert "model_type='jamba'" in refused(jamba)
     griffin = tiny("recurrent_gemma", **sizes, head_dim=8, lru_width=32, attention_window_size=8)
     assert "model_type='recurrent_gemma'" in refused(griffin)
+
+
+def test_tokens_are_of_the_type_of_the_last_of_the_prompt():
+    target = Target(square_target())
+    kwargs = {compat.CACHE: DynamicCache(), "mm_token_type_ids": torch.ones(2, 3, dtype=torch.long)}
+    prompt = Prompt(
+        target, torch.ones(2, 3, dtype=torch.long), {**kwargs, "token_type_ids": torch.tensor([[0, 0, 1]] * 2)}
+    )
+    inputs = prompt.later_inputs(torch.ones(2, 1, dtype=torch.long), torch.ones(2, 1, dtype=torch.long), None, None)
+    assert inputs["mm_token_type_ids"].tolist() == [[0]] * 2 and inputs["token_type_ids"].tolist() == [[1]] * 2
+    with pytest.raises(ValueError, match="token_type_ids: the rows end with tokens of types"):
+        Prompt(target, torch.ones(2, 3), {**kwargs, "token_type_ids": torch.tensor([[0, 0, 1], [0, 0, 0]])})
 
 
 @pytest.mark.parametrize("family", WRAPPED)

@@ -103,6 +103,28 @@ def test_adapters_that_add_tokens_are_refused_by_name(kind):
         dflash_hf.attach(peft.get_peft_model(square_target(), config), drafter_for(square_target()))
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_that_add_tokens_are_refused_without_attaching_too(kind):
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(square_target(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    method = dflash_hf.custom_generate(drafter_for(square_target()))
+    with counting(wrapped.get_base_model()) as calls, pytest.raises(TypeError, match=kind):
+        wrapped.generate(input_ids=prompt_of(5), **GREEDY, custom_generate=method)
+    assert not calls
+
+
+def test_rows_with_adapters_of_their_own_are_refused_by_name(adapted):
+    wrapped, _ = adapted
+    drafter = dflash_hf.attach(wrapped, drafter_for(square_target()))
+    ids = prompt_of(6).expand(2, -1)
+    with counting(wrapped.get_base_model()) as calls, pytest.raises(ValueError, match="adapter_names"):
+        wrapped.generate(input_ids=ids, adapter_names=["default", "other"], assistant_model=drafter, **GREEDY)
+    assert not calls
+    expected = wrapped.generate(input_ids=ids[:1], adapter_names=["other"], **GREEDY)
+    found = wrapped.generate(input_ids=ids[:1], adapter_names=["other"], assistant_model=drafter, **GREEDY)
+    assert torch.equal(found, expected)
+
+
 # ------------------------------------------------------------------------------------------------- weights in disguise
 class Packed(nn.Module):
     """A head or an embedding without any attribute `weight`, as some quantised ones are."""
