@@ -292,6 +292,11 @@ class DFlashConfig(PreTrainedConfig):
                 "None, 'hidden', or with a Markov head 'markov'",
             ),
             (
+                "confidence_head",
+                self.confidence_head is None or not autoregressive,
+                "None with drafting='autoregressive'",
+            ),
+            (
                 "conv_kernel_size",
                 (self.conv_kernel_size is None) == (group is None) and (self.conv_kernel_size or 1) >= 1,
                 "at least 1, together with conv_group_size",

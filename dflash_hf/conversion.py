@@ -61,8 +61,8 @@ def convert(
             lost: list[str] = []
             drafter.save_pretrained(staging)
         else:
-            head = None if target is None else Target(target).head.weight.detach()
-            raw, tensors, impossible, lost = WRITERS[layout].write(drafter, head)
+            adapter = None if target is None else Target(target)
+            raw, tensors, impossible, lost = WRITERS[layout].write(drafter, adapter)
             if impossible:
                 raise ValueError(f"{layout} cannot say {', '.join(impossible)}; the weights would be of no use there.")
             if lost and not lossy:
@@ -71,6 +71,7 @@ def convert(
             (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             save_file(tensors, staging / "model.safetensors", {"format": "pt"})
+        _checked(checkpoints.read(staging))  # what cannot be read back is not left behind
         staging.chmod(0o755)
         staging.rename(folder)
     finally:
@@ -98,9 +99,8 @@ def inspect(
     """
     checkpoint = checkpoints.read(source, kwargs)
     config, raw = checkpoint.config, checkpoint.raw
-    with torch.device("meta"):
-        drafter = DFlashDraftModel(config)
-    checkpoint.check({name: value.shape for name, value in drafter.state_dict().items()})
+    drafter = _checked(checkpoint)
+    drafter.draft_token_ids = checkpoint.load("draft_token_ids").get("draft_token_ids")
     nested = {k: v for place in (raw, *(v for v in raw.values() if isinstance(v, dict))) for k, v in place.items()}
     fields = {name: value for name, value in config.to_dict().items() if name not in ("architectures", "dtype")}
     size = sum(torch.Size(stored.shape).numel() for stored in checkpoint.tensors.values())
@@ -110,7 +110,7 @@ def inspect(
         "geometry": {name: fields[name] for name in checkpoints.fields.BACKBONE if name in fields},
         "semantics": {name: fields[name] for name in SEMANTICS} | {"num_proposals": config.num_proposals},
         "target": {name: fields[name] for name in (*pairing.ORIGIN, "num_target_layers", "target_layer_ids")},
-        "tensors": {"number": len(checkpoint.tensors), "parameters": size, "dropped": checkpoint.dropped},
+        "tensors": {"number": len(checkpoint.tensors), "parameters": size, "dropped": list(checkpoint.dropped)},
         "normalised": {
             name: fields[name]
             for name in (*SEMANTICS, "target_layer_ids", "rope_parameters", "head_dim")
@@ -150,12 +150,22 @@ def _doubts(checkpoint: checkpoints.Checkpoint) -> list[str]:
             "by one",
         ),
         (
-            layout is checkpoints.specforge and config.proposal_head != "domino" and not stated,
+            layout in (checkpoints.specforge, checkpoints.modelopt)
+            and config.proposal_head != "domino"
+            and not stated,
             "sample_from_anchor is not stated: taken as True, as DSpark is trained",
         ),
         (
             "is_causal" not in raw and "causal" not in nested and layout is zlab and any(config.causal_layers),
             "causality is not stated: sliding layers are taken as causal inside the block",
+        ),
+        (
+            layout is speculators and raw["speculators_model_type"] == "dspark" and not stated,
+            f"sample_from_anchor is not stated: taken as {config.sample_from_anchor}; engines disagree",
+        ),
+        (
+            raw.get("use_sliding_window") is False and config.sliding_window is not None,
+            "use_sliding_window is false beside sliding layers: taken as sliding",
         ),
         (config.target_name is None, "the target is not named"),
         (
@@ -164,6 +174,14 @@ def _doubts(checkpoint: checkpoints.Checkpoint) -> list[str]:
         ),
     ]
     return [what for holds, what in rules if holds]
+
+
+def _checked(checkpoint: checkpoints.Checkpoint) -> DFlashDraftModel:
+    """The drafter without its weights, whose tensors are those of the checkpoint."""
+    with torch.device("meta"):
+        drafter = DFlashDraftModel(checkpoint.config)
+    checkpoint.check({name: value.shape for name, value in drafter.state_dict().items()})
+    return drafter
 
 
 def _pairing(target: Target, drafter: DFlashDraftModel, tokenizer) -> list[str]:

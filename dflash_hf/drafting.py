@@ -147,8 +147,10 @@ class Drafting:
 
         def said(slot: int, tokens: torch.Tensor) -> torch.Tensor:
             """Logits of a slot after the proposals `tokens`."""
-            before = (tokens[:, -1] if slot else previous).to(logits.device)
-            return self.head.over_vocabulary(correct(slot, logits[:, slot], before), self.target.num_logits).to(device)
+            found = correct(slot, logits[:, slot], tokens[:, -1] if slot else previous)
+            self._finite = self._finite & ~(found.isnan() | found.isposinf()).any().to(device)
+            found = found.nan_to_num(neginf=-torch.inf)  # which is no mistake: a token that is not proposed
+            return self.head.over_vocabulary(found, self.target.num_logits).to(device)
 
         if correct is None:
             said = self.head.over_vocabulary(logits, self.target.num_logits).to(device)

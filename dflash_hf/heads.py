@@ -70,7 +70,8 @@ class MarkovHead(nn.Module):
 
     def before(self, previous: torch.Tensor) -> torch.Tensor:
         """`W1[previous]`, `(..., r)`."""
-        return self.markov_w1(previous.clamp(max=self.markov_w1.num_embeddings - 1))
+        weight = self.markov_w1.weight
+        return self.markov_w1(previous.to(weight.device).clamp(max=len(weight) - 1))
 
     def begin(self, hidden: torch.Tensor, embed: Embed) -> Correct:
         """For slots with hidden states `(rows, n, H)`, asked one after the other."""
@@ -111,8 +112,9 @@ class CandidateSelector(nn.Module):
 
         def correct(slot: int, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
             likeliest, candidates = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)  # [rows, k]
-            query = self.predecessor_codebook[previous.clamp(max=last)] * projected[:, slot]
-            successors = self.successor_codebook[candidates.clamp(max=last)]  # [rows, k, r]
+            device = projected.device
+            query = self.predecessor_codebook[previous.to(device).clamp(max=last)] * projected[:, slot]
+            successors = self.successor_codebook[candidates.to(device).clamp(max=last)]  # [rows, k, r]
             scores = likeliest + (successors @ query.unsqueeze(-1)).squeeze(-1).to(logits)
             return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
 

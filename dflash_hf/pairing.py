@@ -72,8 +72,9 @@ def check(target: Target, drafter: DFlashDraftModel) -> None:
             "a block holds the anchor and at least one mask",
         ),
         (
-            drafter.draft_token_ids is None or int(drafter.draft_token_ids.max()) < rows,
-            f"draft_token_ids: the drafter proposes ids beyond the target's {rows} rows",
+            drafter.draft_token_ids is None
+            or (int(drafter.draft_token_ids.min()) >= 0 and int(drafter.draft_token_ids.max()) < rows),
+            f"draft_token_ids: the drafter proposes ids below 0 or beyond the target's {rows} rows",
             "every proposed token must exist",
         ),
         (

@@ -181,7 +181,7 @@ FLAT = {"model_type": "dflash", "block_size": 4, "mask_token_id": 1, "target_lay
         (zlab_config(dflash_config={**NESTED, "target_layer_ids": [1, 8]}), ["target_layer_ids=[1, 8]", "8 layers"]),
         (zlab_config(architectures=["DFlash2DraftModel"]), ["conv_kernel_size is missing"]),
         (zlab_config(dflash_config={**NESTED, "conv_kernel_size": 2}), ["conv_kernel_size"]),
-        (zlab_config(dflash_config={**NESTED, "projector_type": "domino"}), ["projector_type='domino'"]),
+        (zlab_config(dflash_config={**NESTED, "projector_type": "domino"}), ["emb_dim is missing"]),
         (zlab_config(final_logit_softcapping=-30.0), ["final_logit_softcapping=-30.0", "more than 0"]),
         (zlab_config(draft_vocab_size=16), ["draft_vocab_size=16"]),
         (zlab_config(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), ["partial_rotary_factor"]),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import dflash_hf
 from dflash_hf import DFlashDraftModel
+from dflash_hf.checkpoints import zlab as zlab_layout
 from dflash_hf.cli import app
 from dflash_hf.conversion import convert, inspect
 
@@ -132,7 +133,8 @@ def test_a_shortlist_goes_with_the_rows_of_the_head(tmp_path):
     ],
 )
 def test_what_a_layout_cannot_say_at_all_is_refused_by_name(fields, layouts, words, tmp_path):
-    tiny_drafter(tiny_target(), **fields).save_pretrained(tmp_path / "source")
+    target = tiny_target()
+    tiny_drafter(target, **fields).save_pretrained(tmp_path / "source")
     for layout in ("zlab", "speculators", "muse"):
         if layout in layouts:
             with pytest.raises(ValueError, match=f"{layout} cannot say") as error:
@@ -140,18 +142,32 @@ def test_what_a_layout_cannot_say_at_all_is_refused_by_name(fields, layouts, wor
             assert words in str(error.value)
             assert not (tmp_path / layout).exists()
         else:
-            convert(tmp_path / "source", tmp_path / layout, layout)
-            assert torch.equal(output(load(tmp_path / layout)), output(load(tmp_path / "source")))
+            convert(tmp_path / "source", tmp_path / layout, layout, target=target)
+            found, source = load(tmp_path / layout), load(tmp_path / "source")
+            assert torch.equal(output(found), output(source))
+            assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_causality_that_is_not_the_rule_is_written(tmp_path):
+    target = tiny_target()
     for causal in (True, False):
-        tiny_drafter(tiny_target(), **sliding(5, causal=causal)).save_pretrained(tmp_path / str(causal))
+        tiny_drafter(target, **sliding(5, causal=causal)).save_pretrained(tmp_path / str(causal))
         for layout in ("zlab", "speculators"):
             folder = tmp_path / f"{causal} {layout}"
-            convert(tmp_path / str(causal), folder, layout)
+            convert(tmp_path / str(causal), folder, layout, target=target)
             assert load(folder).config.causal_layers == [causal] * 2
+    tiny_drafter(target, causal_layers=[True] * 2).save_pretrained(tmp_path / "full")
+    convert(tmp_path / "full", tmp_path / "full z-lab", "zlab", target=target)
+    assert load(tmp_path / "full z-lab").config.causal_layers == [True] * 2
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators", "muse"])
+def test_embeddings_that_may_be_scaled_are_lost_unless_the_target_is_known(layout, tmp_path):
+    tiny_drafter(tiny_target()).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="input_embeddings='module'"):
+        convert(tmp_path / "source", tmp_path / "out", layout)
+    assert convert(tmp_path / "source", tmp_path / "out", layout, target=tiny_target()) == []
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
@@ -197,6 +213,22 @@ def test_report_of_every_layout(name, tmp_path):
 )
 def test_what_is_doubtful_is_said(fields, words, tmp_path):
     assert any(words in doubt for doubt in inspect(write_folder(tmp_path, *zlab(**fields)))["doubtful"])
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_report_of_a_pair_of_every_layout(name, tmp_path):
+    target = tiny_target(num_hidden_layers=8, vocab_size=96)
+    problems = inspect(write(name, tmp_path), target=target)["pairing"]
+    assert not [problem for problem in problems if "target_name" not in problem]
+
+
+def test_what_could_not_be_read_back_is_not_left_behind(tmp_path, monkeypatch):
+    source = write("z-lab, older", tmp_path / "source")
+    written = zlab_layout.write
+    monkeypatch.setattr(zlab_layout, "write", lambda *a: (written(*a)[0], {"fc.weight": torch.zeros(2)}, [], []))
+    with pytest.raises(ValueError, match="missing:"):
+        convert(source, tmp_path / "out", "zlab")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_report_of_a_pair_says_what_would_fail(tmp_path):

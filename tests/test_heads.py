@@ -362,3 +362,16 @@ def test_thresholds_that_make_no_sense_are_refused():
             dflash_hf.attach(target, drafter, min_confidence=value)
     with pytest.raises(ValueError, match="no confidence head"):
         dflash_hf.attach(target, drafter_for(target), min_confidence=0.5)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
+def test_head_that_overflows_ends_the_drafting(options, monkeypatch):
+    target, warnings = square_target(), []
+    drafter = drafter_for(target, 4, **HEADS["markov"])
+    with torch.no_grad():
+        drafter.proposal_head.markov_w2.weight.fill_(float("nan"))
+    monkeypatch.setattr(dflash_hf.drafting.logger, "warning", lambda *args: warnings.append(args[0]))
+    method = dflash_hf.custom_generate(drafter)
+    found = target.generate(prompt_of(6), max_new_tokens=12, custom_generate=method, **options)
+    assert torch.equal(found, plain(target, prompt_of(6), max_new_tokens=12, **options))
+    assert len(warnings) == 1

@@ -326,3 +326,74 @@ def test_damaged_drafters_are_refused_in_one_line_and_nothing_is_loaded(seed, tm
         load(folder)
     message = str(error.value)
     assert str(tmp_path) in message and "\n" not in message and len(message) < 900, done
+
+
+# ------------------------------------------------------------------------------------------------- what went unseen once
+@pytest.mark.parametrize("name", LOADED)
+def test_slots_are_given_bare_rows_of_a_target_that_scales_its_embeddings(name, tmp_path):
+    from oracles import square_target
+
+    drafter = load(write(name, tmp_path))
+    target = square_target("gemma3_text", hidden_size=32, vocab_size=WORDS, attention="eager")
+    rows = target.get_input_embeddings().weight if drafter.embed_tokens is None else drafter.embed_tokens.weight
+    found = dflash_hf.proposal.embed(drafter, dflash_hf.target.Target(target), torch.tensor([[7, 90]]))
+    if name.startswith("DeepSpec") or drafter.embed_tokens is None:
+        assert torch.equal(found, rows[torch.tensor([[7, 90]])])
+
+
+def test_older_rope_beside_the_newer_must_agree():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    raw = zlab_config(rope_parameters={"rope_type": "default", "rope_theta": 1000000}, rope_scaling=yarn)
+    with pytest.raises(ValueError, match="rope_scaling=.*contradicts rope_parameters"):
+        dflash_hf.checkpoints.config_from_dict(raw, "here")
+    raw["rope_parameters"] = {**yarn, "rope_type": "yarn", "rope_theta": 1000000}
+    del raw["rope_parameters"]["type"]
+    assert dflash_hf.checkpoints.config_from_dict(raw, "here").rope_parameters["rope_type"] == "yarn"
+
+
+def test_shortlist_that_contradicts_itself_is_refused(tmp_path):
+    from layouts import speculators_reduced
+
+    for change in ("negative", "other"):
+        raw, tensors = speculators_reduced()
+        if change == "negative":
+            tensors["d2t"][0] = -5
+        else:
+            tensors["t2d"] = tensors["t2d"].roll(1)
+        with pytest.raises(ValueError, match="d2t"):
+            load(write_folder(tmp_path / change, raw, {k: v.contiguous() for k, v in tensors.items()}))
+
+
+def test_domino_of_sglang_and_dspark_without_a_nested_part(tmp_path):
+    from layouts import specforge_domino, specforge_dspark
+
+    raw, tensors = specforge_domino()
+    raw["architectures"] = ["DFlashDraftModel"]
+    assert load(write_folder(tmp_path / "domino", raw, tensors)).config.proposal_head == "domino"
+    raw, tensors = specforge_dspark()
+    raw |= raw.pop("dflash_config")
+    config = load(write_folder(tmp_path / "dspark", raw, tensors)).config
+    assert (config.proposal_head, config.sample_from_anchor) == ("markov", True)
+
+
+def test_slots_of_model_optimizers_dspark_predict_the_next_token(tmp_path):
+    from layouts import modelopt_dspark
+
+    raw, tensors = modelopt_dspark()
+    del raw["dflash_config"]["shift_label"]
+    assert load(write_folder(tmp_path, raw, tensors)).config.sample_from_anchor
+
+
+def test_deepspec_has_only_full_layers_whatever_the_targets_configuration_says(tmp_path):
+    from layouts import deepspec
+
+    raw, tensors = deepspec("vanilla")
+    raw |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": None}
+    assert load(write_folder(tmp_path, raw, tensors)).config.layer_types == ["full_attention"] * 2
+
+
+def test_layers_that_slide_by_number_alone_are_refused():
+    raw = {**zlab_config(use_sliding_window=True, max_window_layers=1, sliding_window=4)}
+    del raw["layer_types"]
+    with pytest.raises(ValueError, match="max_window_layers=1 without layer_types"):
+        dflash_hf.checkpoints.config_from_dict(raw, "here")

@@ -3,7 +3,7 @@ Published layouts of drafters, one file each.
 
 A layout is `detect(raw) -> bool` and `normalise(raw, tensors) -> fields of DFlashConfig`, pure functions of the dict
 in `config.json` and of the tensors that there are, `RENAMES` of tensors (patterns and what takes their place), and if
-need be `DROPPED` (patterns of tensors that are not used) and `convert(name, tensor)`.
+need be `DROPPED` (patterns of tensors that are not used), `convert(name, tensor)` and `check_loaded(state, dropped)`.
 """
 
 import os
@@ -50,7 +50,7 @@ class Checkpoint:
         layout (`ModuleType`): of [`LAYOUTS`].
         config (`DFlashConfig`): what it is.
         tensors (`dict[str, Stored]`): where the tensors are, by the names that they have in the model.
-        dropped (`list[str]`): names of tensors that are not used.
+        dropped (`dict[str, Stored]`): tensors that are not used.
     """
 
     source: str
@@ -58,7 +58,7 @@ class Checkpoint:
     layout: ModuleType
     config: DFlashConfig
     tensors: dict[str, Stored]
-    dropped: list[str]
+    dropped: dict[str, Stored]
 
     def check(self, expected: dict[str, torch.Size]) -> None:
         """
@@ -88,15 +88,30 @@ class Checkpoint:
                     "drafters are not implemented."
                 )
 
-    def load(self) -> dict[str, torch.Tensor]:
-        """The tensors, by the names that they have in the model."""
-        state, convert = {}, getattr(self.layout, "convert", lambda name, tensor: tensor)
-        for file in sorted({stored.file for stored in self.tensors.values()}):
-            with safe_open(file, "pt") as opened:
-                for name, stored in self.tensors.items():
-                    if stored.file == file:
-                        state[name] = convert(name, opened.get_tensor(stored.name))
+    def load(self, *names: str) -> dict[str, torch.Tensor]:
+        """
+        The tensors, or those of `names` that there are, by the names that they have in the model.
+
+        Raises:
+            `ValueError`: when they contradict each other.
+        """
+        convert = getattr(self.layout, "convert", lambda name, tensor: tensor)
+        wanted = {name: stored for name, stored in self.tensors.items() if not names or name in names}
+        state = {name: convert(name, tensor) for name, tensor in _opened(wanted).items()}
+        if hasattr(self.layout, "check_loaded"):
+            try:
+                self.layout.check_loaded(state, _opened(self.dropped))
+            except ValueError as error:
+                raise ValueError(f"{self.source}: {error}") from error
         return state
+
+
+def _opened(tensors: dict[str, Stored]) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted({stored.file for stored in tensors.values()}):
+        with safe_open(file, "pt") as opened:
+            found |= {n: opened.get_tensor(each.name) for n, each in tensors.items() if each.file == file}
+    return found
 
 
 def read(source: str | os.PathLike, arguments: dict[str, Any] | None = None) -> Checkpoint:
@@ -146,16 +161,16 @@ def config_from_dict(raw: dict[str, Any], source: str, tensors: dict[str, Stored
         raise ValueError(f"{source}/config.json: {' '.join(str(error).split())}") from error
 
 
-def renamed(stored: dict[str, Stored], layout: ModuleType, source: str) -> tuple[dict[str, Stored], list[str]]:
-    """The tensors by the names that they have in the model, and the names of those that are dropped."""
+def renamed(stored: dict[str, Stored], layout: ModuleType, source: str) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """The tensors by the names that they have in the model, and those that are dropped."""
     tensors: dict[str, Stored] = {}
-    dropped = []
+    dropped: dict[str, Stored] = {}
     for name, where in stored.items():
         new = name
         for pattern, replacement in {**_RENAMES, **layout.RENAMES}.items():
             new = re.sub(pattern, replacement, new)
         if any(re.search(pattern, new) for pattern in (*_DROPPED, *getattr(layout, "DROPPED", ()))):
-            dropped.append(name)
+            dropped[name] = where
         elif new in tensors:
             raise ValueError(f"{source}: {name} and {tensors[new].name} are both {new}.")
         else:

@@ -24,7 +24,7 @@ def normalise(raw: dict, tensors: dict) -> dict:
     return {
         **common.backbone(raw),
         **common.block(fields),
-        **common.attention({**raw, "is_causal": None}, {}),
+        **common.attention({"num_hidden_layers": raw["num_hidden_layers"]}, {}),
         **common.logits(fields),
         **common.markov(fields, "enable_confidence_head"),
         **own,

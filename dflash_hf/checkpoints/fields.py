@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 
 # Fields of the backbone that mean the same in `DFlashConfig`.
 BACKBONE = (
@@ -31,8 +33,6 @@ _REFUSED = {
     "kv_lora_rank": "multi-head latent attention",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled attention values",
-    "num_experts": "experts",
-    "num_local_experts": "experts",
     "partial_rotary_factor": "partial rotary embeddings",
 }
 
@@ -135,10 +135,12 @@ def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         if any(value != values[0] for value in values[1:]):
             raise ValueError(f"rope_parameters={found!r}: one RoPE for all layers of a drafter is implemented.")
         found = values[0]
-    found = dict(found)
-    if "type" in found:
-        found["rope_type"] = found.pop("type")
-    found.setdefault("rope_type", "default")
+    found = _spelled(found)
+    older = _spelled(raw.get("rope_scaling") or {})
+    if raw.get("rope_parameters") and older["rope_type"] != "default":
+        same = {name: value for name, value in found.items() if name != "rope_theta"}
+        if same != {name: value for name, value in older.items() if name != "rope_theta"}:
+            raise ValueError(f"rope_scaling={raw['rope_scaling']!r} contradicts rope_parameters={found!r}.")
     theta = Fields(found, raw).get("rope_theta")
     if theta is None:
         raise ValueError("rope_theta is missing, at the top level and in rope_parameters alike.")
@@ -153,6 +155,16 @@ def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _spelled(rope: Any) -> dict[str, Any]:
+    """RoPE with its kind under one name."""
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_scaling={rope!r} is not an object with fields.")
+    rope = dict(rope)
+    if "type" in rope:
+        rope["rope_type"] = rope.pop("type")
+    return {"rope_type": "default", **rope}
+
+
 def attention(raw: Mapping[str, Any], nested: Mapping[str, Any], *, sliding_is_causal: bool = True) -> dict[str, Any]:
     """
     Window and causality of each layer.
@@ -165,6 +177,15 @@ def attention(raw: Mapping[str, Any], nested: Mapping[str, Any], *, sliding_is_c
     layer_types = raw.get("layer_types") or ["full_attention"] * num_layers
     if not isinstance(layer_types, list):
         raise ValueError(f"layer_types={layer_types!r} is not a list.")
+    if (
+        not raw.get("layer_types")
+        and raw.get("use_sliding_window")
+        and (raw.get("max_window_layers") or 0) < num_layers
+    ):
+        raise ValueError(
+            f"use_sliding_window=True and max_window_layers={raw.get('max_window_layers')!r} without layer_types: which "
+            "layers slide is not told; write layer_types."
+        )
     window = fields.integer("sliding_window")
     if fields.flag("use_swa") and "sliding_attention" not in layer_types:
         layer_types, sliding_is_causal = ["sliding_attention"] * num_layers, False
@@ -232,6 +253,13 @@ def written(config: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_cache": True,
     }
+
+
+def embeddings_lost(config: Any, target: Any) -> list[tuple[bool, str]]:
+    """These layouts give a block rows of the target's table, which may not be what its embedding module returns."""
+    plain = target is not None and type(target.embedding) is nn.Embedding
+    what = "input_embeddings='module' (rows of the table there; pass the target, if its embedding returns just these)"
+    return [(config.input_embeddings == "module" and not config.own_embeddings and not plain, what)]
 
 
 def cannot_say(config: Any, *more: tuple[bool, str]) -> list[str]:

@@ -9,7 +9,7 @@ RENAMES: dict[str, str] = {}
 
 
 # Every field of the configuration, and what `save_pretrained` and Trainer write beside them.
-_KNOWN = {*DFlashConfig().to_dict(), "transformers_version", "auto_map", "use_cache"}
+_KNOWN = {*DFlashConfig().to_dict(), "transformers_version", "auto_map", "use_cache", "torch_dtype"}
 
 
 def detect(raw: dict) -> bool:
@@ -23,4 +23,4 @@ def normalise(raw: dict, tensors: dict) -> dict:
     unknown = sorted(set(raw) - _KNOWN)
     if unknown:
         raise ValueError(f"fields that this library does not know: {', '.join(unknown)}. A newer one may.")
-    return {key: value for key, value in raw.items() if key != "model_type"}
+    return {key: value for key, value in raw.items() if key not in ("model_type", "torch_dtype")}

@@ -24,6 +24,7 @@ def normalise(raw: dict, tensors: dict) -> dict:
     fields = Fields(nested, raw, section(raw, "dspark_config"))
     fields.refuse()
     result = {**common.backbone(raw), **common.block(fields), **common.attention(raw, nested), **common.logits(fields)}
+    # DSpark is trained on labels one further than the slot.
     confidence = "use_confidence_head" if fields.get("use_confidence_head") is not None else "enable_confidence_head"
-    shifted = fields.flag("sample_from_anchor", fields.flag("shift_label", False))
+    shifted = fields.flag("sample_from_anchor", fields.flag("shift_label", True))
     return {**result, **common.markov(fields, confidence), "input_embeddings": "table", "sample_from_anchor": shifted}

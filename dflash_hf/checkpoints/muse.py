@@ -9,6 +9,7 @@ NAME = "transformers (model_type muse_glimmer_assistant)"
 RENAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
 # What the class fills in where the file is silent.
 _DEFAULTS = {
+    "vocab_size": 202048,
     "hidden_size": 6656,
     "intermediate_size": 19968,
     "num_hidden_layers": 5,
@@ -46,7 +47,7 @@ def normalise(raw: dict, tensors: dict) -> dict:
     }
 
 
-def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
+def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
     """A drafter in this layout; arguments and result as of `zlab.write`."""
     config = drafter.config
     impossible = common.cannot_say(
@@ -61,6 +62,7 @@ def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
         (any(config.causal_layers), f"causal_layers={config.causal_layers}"),
     )
     lost = [
+        *common.embeddings_lost(config, target),
         (config.draft_vocab_size, "draft_vocab_size (it will propose from the whole vocabulary)"),
         (config.confidence_head, "confidence_head"),
         (config.output_multiplier or config.final_logit_softcapping, "scale and cap of the logits"),
@@ -68,7 +70,6 @@ def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
     ]
     written = common.written(config)
     for name in (
-        "vocab_size",
         "attention_bias",
         "use_sliding_window",
         "max_window_layers",

@@ -18,9 +18,21 @@ RENAMES = {
 
 
 def detect(raw: dict) -> bool:
+    return _kind(raw) is not None
+
+
+def _kind(raw: dict) -> str | None:
+    """Which head: by the architecture, or in files for SGLang, which name DFlash there, by the projector."""
     architecture = (raw.get("architectures") or [""])[0]
+    known = {"DominoDraftModel": "domino", "DSparkDraftModel": "dspark"}
     nested = raw.get("dflash_config")
-    return architecture == "DominoDraftModel" or (architecture == "DSparkDraftModel" and isinstance(nested, dict))
+    if (
+        architecture == "DFlashDraftModel"
+        and isinstance(nested, dict)
+        and nested.get("projector_type") in known.values()
+    ):
+        return nested["projector_type"]
+    return None if "speculators_model_type" in raw else known.get(architecture)
 
 
 def normalise(raw: dict, tensors: dict) -> dict:
@@ -31,8 +43,8 @@ def normalise(raw: dict, tensors: dict) -> dict:
         raise ValueError(f"attention_mode={fields.get('attention_mode')!r}: only gqa and mha are implemented.")
     result = {**common.backbone(raw), **common.block(fields), **common.attention(raw, nested), **common.logits(fields)}
     result["input_embeddings"] = "table"
-    domino = raw["architectures"][0] == "DominoDraftModel"
-    expected = "domino" if domino else "dspark"
+    expected = _kind(raw)
+    domino = expected == "domino"
     if fields.get("projector_type", expected) != expected:
         raise ValueError(f"projector_type={fields.get('projector_type')!r}, but architectures names {expected!r}.")
     if domino:

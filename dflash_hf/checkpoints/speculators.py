@@ -58,6 +58,7 @@ def normalise(raw: dict, tensors: dict) -> dict:
         "sample_from_anchor": shifted,
         "own_embeddings": "embed_tokens.weight" in tensors,
         "own_head": own_head,
+        "input_embeddings": "table",  # never scaled
         "target_name": section(section(raw, "speculators_config"), "verifier").get("name_or_path"),
     }
     if "draft_token_ids" in tensors:
@@ -108,12 +109,25 @@ def _shifted(fields: Fields, kind: str, raw: dict) -> bool:
     return shifted
 
 
+def check_loaded(state: dict[str, torch.Tensor], dropped: dict[str, torch.Tensor]) -> None:
+    """Raise `ValueError` where the two tensors about the shortlist disagree."""
+    ids, covered = state.get("draft_token_ids"), dropped.get("t2d")
+    if ids is None:
+        return
+    if int(ids.min()) < 0 or len(ids.unique()) < len(ids):
+        raise ValueError("d2t: it leads to ids below 0, or twice to one; a difference of ids was expected.")
+    if covered is not None:
+        beyond = int(ids.max()) >= len(covered)
+        if beyond or not bool(covered.bool()[ids].all()) or int(covered.bool().sum()) != len(ids):
+            raise ValueError("d2t and t2d name different tokens.")
+
+
 def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`d2t` is how much larger the target's id is than the drafter's."""
     return tensor + torch.arange(len(tensor)) if name == "draft_token_ids" else tensor
 
 
-def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
+def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
     """A drafter in this layout, which keeps the head's rows of a shortlist; otherwise as `zlab.write`."""
     config, state = drafter.config, drafter.state_dict()
     second, markov = config.conv_kernel_size is not None, config.proposal_head in MARKOV_HEADS
@@ -129,12 +143,15 @@ def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
             "convolutions without a selector, or a selector without them",
         ),
         (
-            bool(words) and not config.own_head and head is None,
+            bool(words) and not config.own_head and target is None,
             "draft_vocab_size without the head's rows, which this layout keeps with the drafter: pass the target",
         ),
         (config.own_head and not words, "own_head=True for the whole vocabulary"),
+        (second and config.confidence_head is not None, "a confidence head beside a selector"),
     )
+    head = None if target is None else target.head.weight.detach()
     lost = [
+        *common.embeddings_lost(config, target),
         (config.output_multiplier or config.final_logit_softcapping, "scale and cap of the logits"),
         (config.input_embedding_scale != 1, "input_embedding_scale"),
     ]

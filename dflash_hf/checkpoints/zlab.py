@@ -34,6 +34,8 @@ _KNOWN_2 = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 
 
 def detect(raw: dict) -> bool:
+    if (section(raw, "dflash_config") if isinstance(raw.get("dflash_config"), dict) else {}).get("projector_type"):
+        return False  # another's head
     if (raw.get("architectures") or [None])[0] in ("DFlashDraftModel", "DFlash2DraftModel"):
         return True
     return "dflash_config" in raw and not raw.get("architectures")
@@ -68,18 +70,18 @@ def normalise(raw: dict, tensors: dict) -> dict:
     return result
 
 
-def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
+def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
     """
     A drafter in this layout.
 
     Args:
-        drafter (`DFlashDraftModel`), head (`torch.Tensor` of shape `(V, H)`, *optional*): the target's head, not used.
+        drafter (`DFlashDraftModel`), target (`Target`, *optional*): the pair.
 
     Returns:
         `(raw, tensors, impossible, lost)`: `config.json`, the weights, what cannot be said, and what is left out.
     """
     config, state = drafter.config, drafter.state_dict()
-    sliding, second = "sliding_attention" in config.layer_types, config.conv_kernel_size is not None
+    second = config.conv_kernel_size is not None
     rule = [kind == "sliding_attention" for kind in config.layer_types]
     causal = config.causal_layers
     impossible = common.cannot_say(
@@ -94,9 +96,11 @@ def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
             "convolutions without a selector, or a selector without them",
         ),
         (causal != rule and len(set(causal)) > 1, f"causal_layers={causal}"),
+        (second and config.own_vocab_size != config.vocab_size, f"own_vocab_size={config.own_vocab_size}"),
     )
     lost = ["draft_vocab_size (it will propose from the whole vocabulary)"] if config.draft_vocab_size else []
     lost += ["confidence_head"] if config.confidence_head else []
+    lost += [what for holds, what in common.embeddings_lost(config, target) if holds]
     nested = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -119,7 +123,7 @@ def write(drafter, head) -> tuple[dict, dict, list[str], list[str]]:
         **common.written(config),
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
-        "is_causal": causal[0] if sliding and causal != rule else None,
+        "is_causal": causal[0] if causal != rule else None,
         "dflash_config": {name: value for name, value in nested.items() if value is not None},
     }
     dropped = ("draft_token_ids", "confidence_head.")
