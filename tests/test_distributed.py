@@ -49,6 +49,7 @@ def check_equal(one: tuple[dict, list], other: tuple[dict, list]) -> None:
         torch.testing.assert_close(tensor, other_weights[name], atol=2e-4, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains_with_the_same_batches(alone, tmp_path):
     check_equal(alone, run(tmp_path, "1", "1", launch=processes(2, "--multi_gpu")))
 

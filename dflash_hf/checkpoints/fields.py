@@ -177,14 +177,11 @@ def attention(raw: Mapping[str, Any], nested: Mapping[str, Any], *, sliding_is_c
     layer_types = raw.get("layer_types") or ["full_attention"] * num_layers
     if not isinstance(layer_types, list):
         raise ValueError(f"layer_types={layer_types!r} is not a list.")
-    if (
-        not raw.get("layer_types")
-        and raw.get("use_sliding_window")
-        and (raw.get("max_window_layers") or 0) < num_layers
-    ):
+    from_layer = raw.get("max_window_layers") or 0
+    if not raw.get("layer_types") and raw.get("use_sliding_window") and from_layer < num_layers:
         raise ValueError(
-            f"use_sliding_window=True and max_window_layers={raw.get('max_window_layers')!r} without layer_types: which "
-            "layers slide is not told; write layer_types."
+            f"use_sliding_window=True and max_window_layers={from_layer} without layer_types: which layers slide is "
+            "not told; write layer_types."
         )
     window = fields.integer("sliding_window")
     if fields.flag("use_swa") and "sliding_attention" not in layer_types:
