@@ -328,7 +328,7 @@ def test_damaged_drafters_are_refused_in_one_line_and_nothing_is_loaded(seed, tm
     assert str(tmp_path) in message and "\n" not in message and len(message) < 900, done
 
 
-# ------------------------------------------------------------------------------------------------- what went unseen once
+# ---------------------------------------------------------------------------------------------- what went unseen once
 @pytest.mark.parametrize("name", LOADED)
 def test_slots_are_given_bare_rows_of_a_target_that_scales_its_embeddings(name, tmp_path):
     from oracles import square_target
