@@ -53,7 +53,7 @@ def convert(
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name a folder that does not.")
-    drafter = DFlashDraftModel.from_pretrained(source, **{"dtype": "auto", **kwargs})
+    drafter = DFlashDraftModel.from_pretrained(source, **{"dtype": "auto", **kwargs, "output_loading_info": False})
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -277,15 +277,24 @@ def test_contradictions_are_refused_by_name(fields, words):
         drafter_for(square_target(), **fields)
 
 
-def test_tables_with_fewer_rows_than_the_target_share_the_last():
+@pytest.mark.parametrize("name", ["markov", "selector"])
+def test_tables_with_fewer_rows_than_the_target_share_the_last(name):
     target = square_target()
-    drafter = drafter_for(target, 4, **HEADS["markov"], own_embeddings=True, own_vocab_size=30, mask_token_id=29)
-    assert drafter.embed_tokens.weight.shape[0] == drafter.proposal_head.markov_w1.num_embeddings == 30
+    drafter = drafter_for(target, 4, **HEADS[name], own_embeddings=True, own_vocab_size=30, mask_token_id=29)
+    tables = drafter.embed_tokens.weight, next(drafter.proposal_head.parameters())
+    assert [len(table) for table in tables] == [30, 30]
     for options in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
         found = target.generate(
             prompt_of(6), max_new_tokens=12, custom_generate=dflash_hf.custom_generate(drafter), **options
         )
         assert torch.equal(found, plain(target, prompt_of(6), max_new_tokens=12, **options))
+
+
+def test_own_embeddings_are_scaled_as_the_configuration_says():
+    target = square_target()
+    drafter = drafter_for(target, own_embeddings=True, input_embedding_scale=0.5)
+    found = dflash_hf.proposal.embed(drafter, dflash_hf.target.Target(target), torch.tensor([[7, 63]]))
+    assert torch.equal(found, 0.5 * drafter.embed_tokens.weight[[7, 63]].unsqueeze(0))
 
 
 @pytest.mark.parametrize(("multiplier", "cap"), [(0.5, None), (None, 2.0), (0.5, 2.0)])

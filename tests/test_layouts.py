@@ -397,3 +397,48 @@ def test_layers_that_slide_by_number_alone_are_refused():
     del raw["layer_types"]
     with pytest.raises(ValueError, match="max_window_layers=1 without layer_types"):
         dflash_hf.checkpoints.config_from_dict(raw, "here")
+
+
+def test_dflash_2_is_bidirectional_unless_the_file_says_otherwise(tmp_path):
+    from layouts import zlab_2
+
+    raw, tensors = zlab_2()
+    for stated, causal in ((None, False), (True, True), (False, False)):
+        raw["is_causal"] = stated
+        config = load(write_folder(tmp_path / str(stated), raw, tensors)).config
+        assert config.causal_layers == [causal] * 2
+
+
+def test_which_field_counts_where_two_could():
+    from layouts import modelopt_dspark, speculators_dspark
+
+    raw, _ = modelopt_dspark()
+    raw["dflash_config"]["sample_from_anchor"] = False
+    assert not dflash_hf.checkpoints.config_from_dict(raw, "here").sample_from_anchor
+    raw, _ = speculators_dspark()
+    del raw["sample_from_anchor"]
+    assert dflash_hf.checkpoints.config_from_dict(raw, "here").sample_from_anchor
+    raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 3
+    assert not dflash_hf.checkpoints.config_from_dict(raw, "here").sample_from_anchor
+    raw = zlab_config(dflash_config={**NESTED, "use_swa": True, "swa_window_size": 4}, sliding_window=9)
+    assert dflash_hf.checkpoints.config_from_dict(raw, "here").sliding_window == 4
+
+
+@pytest.mark.parametrize("methods", [{"a": 1}, [None], ["greedy"], [{"speculative_tokens": "2"}]])
+def test_proposal_methods_of_another_kind_are_refused_by_name(methods):
+    from layouts import speculators
+
+    raw, _ = speculators(speculators_config={"proposal_methods": methods, "verifier": {}})
+    with pytest.raises(ValueError, match="here/config.json: .*(proposal_methods|speculative_tokens)"):
+        dflash_hf.checkpoints.config_from_dict(raw, "here")
+
+
+def test_index_that_names_other_places_is_refused(tmp_path):
+    load(write("z-lab, older", tmp_path / "whole")).save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    index = tmp_path / "shards" / "model.safetensors.index.json"
+    for value in ("../whole/model.safetensors", 5):
+        content = json.loads(index.read_text())
+        content["weight_map"]["fc.weight"] = value
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: it cannot be read"):
+            load(tmp_path / "shards")

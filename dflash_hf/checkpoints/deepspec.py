@@ -21,10 +21,11 @@ def normalise(raw: dict, tensors: dict) -> dict:
     fields.refuse(draft_vocab_size="a shortlist, without its ids")
     # The configuration is the target's, so that its windows are stale: all layers are full.
     own = {"own_embeddings": "embed_tokens.weight" in tensors, "own_head": "lm_head.weight" in tensors}
+    backbone = common.backbone(raw)
     return {
-        **common.backbone(raw),
+        **backbone,
         **common.block(fields),
-        **common.attention({"num_hidden_layers": raw["num_hidden_layers"]}, {}),
+        **common.attention({"num_hidden_layers": backbone["num_hidden_layers"]}, {}),
         **common.logits(fields),
         **common.markov(fields, "enable_confidence_head"),
         **own,

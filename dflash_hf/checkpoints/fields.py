@@ -252,6 +252,11 @@ def written(config: Any) -> dict[str, Any]:
     }
 
 
+def shapes_logits(config: Any) -> bool:
+    """Whether a drafter has a scale or a cap of its own."""
+    return config.output_multiplier is not None or config.final_logit_softcapping is not None
+
+
 def embeddings_lost(config: Any, target: Any) -> list[tuple[bool, str]]:
     """These layouts give a block rows of the target's table, which may not be what its embedding module returns."""
     plain = target is not None and type(target.embedding) is nn.Embedding

@@ -49,6 +49,8 @@ def find(source: str | os.PathLike, where: dict[str, Any]) -> list[Path]:
         raise OSError(f"{source}: no {ONE} and no {INDEX}; {held}.")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(Path(name).name == name for name in names):
+            raise ValueError("it names files in other places")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{source}/{INDEX}: it cannot be read ({error!r}). Copy or download the drafter again."

@@ -65,7 +65,7 @@ def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
         *common.embeddings_lost(config, target),
         (config.draft_vocab_size, "draft_vocab_size (it will propose from the whole vocabulary)"),
         (config.confidence_head, "confidence_head"),
-        (config.output_multiplier or config.final_logit_softcapping, "scale and cap of the logits"),
+        (common.shapes_logits(config), "scale and cap of the logits"),
         (config.input_embedding_scale != 1, "input_embedding_scale"),
     ]
     written = common.written(config)

@@ -44,7 +44,7 @@ def normalise(raw: dict, tensors: dict) -> dict:
             "that is not as wide as its target is not implemented."
         )
     ids = fields.need("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"aux_hidden_state_layer_ids={ids!r}: a list of indices, at least 0.")
     shifted = _shifted(fields, kind, raw)
     non_causal = fields.flag("sliding_window_non_causal", kind == "dflash2")
@@ -97,7 +97,9 @@ def _shifted(fields: Fields, kind: str, raw: dict) -> bool:
     """Whether the anchor's slot predicts; the number of proposals must agree."""
     block_size = fields.integer("block_size")
     methods = section(raw, "speculators_config").get("proposal_methods") or [{}]
-    number = methods[0].get("speculative_tokens")
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise ValueError(f"proposal_methods={methods!r} is not a list of objects with fields.")
+    number = Fields(methods[0]).integer("speculative_tokens")
     shifted = fields.flag("sample_from_anchor")
     if shifted is None:
         shifted = kind == "dspark" and number in (None, block_size)
@@ -152,7 +154,7 @@ def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
     head = None if target is None else target.head.weight.detach()
     lost = [
         *common.embeddings_lost(config, target),
-        (config.output_multiplier or config.final_logit_softcapping, "scale and cap of the logits"),
+        (common.shapes_logits(config), "scale and cap of the logits"),
         (config.input_embedding_scale != 1, "input_embedding_scale"),
     ]
     kind = "dflash2" if second else "dspark" if markov or config.confidence_head else "dflash"

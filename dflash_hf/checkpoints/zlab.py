@@ -55,7 +55,9 @@ def normalise(raw: dict, tensors: dict) -> dict:
     )
     if fields.get("attention_mode", "gqa") not in ("gqa", "mha"):
         raise ValueError(f"attention_mode={fields.get('attention_mode')!r}: only gqa and mha are implemented.")
-    result = {**common.backbone(raw), **common.block(fields), **common.attention(raw, nested), **common.logits(fields)}
+    result = {**common.backbone(raw), **common.block(fields), **common.logits(fields)}
+    # Version 2 is bidirectional also where its layers slide.
+    result |= common.attention(raw, nested, sliding_is_causal=not second)
     # The reference implementation takes rows of the table, also of a target that scales or norms them.
     result["input_embeddings"] = "table"
     result["input_embedding_scale"] = fields.get("input_embedding_scale", 1.0)
@@ -82,7 +84,7 @@ def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
     """
     config, state = drafter.config, drafter.state_dict()
     second = config.conv_kernel_size is not None
-    rule = [kind == "sliding_attention" for kind in config.layer_types]
+    rule = [kind == "sliding_attention" and not second for kind in config.layer_types]
     causal = config.causal_layers
     impossible = common.cannot_say(
         config,
