@@ -175,7 +175,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("wrong", ["never", "30 %"])
+@pytest.mark.parametrize("wrong", [pytest.param("never", marks=pytest.mark.slow), "30 %"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_options_give_what_they_give_without_the_drafter(family, name, wrong, rows):

@@ -105,7 +105,7 @@ def fresh(options: dict) -> dict:
     return {**options, "logits_processor": new} if new else dict(options)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow if i >= 40 else ()) for i in range(200)])
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow if i >= 30 else ()) for i in range(200)])
 def test_text_of_a_random_configuration_is_that_of_plain_decoding(seed, rows):
     case = Configuration(seed)
     target, inputs = target_of(case.family, case.window), prompts(case.lengths, seed)
