@@ -245,6 +245,8 @@ def spoil_field(draw: random.Random, raw: dict) -> str:
         "sample_from_anchor": ["yes", 2, [True]],
     }
     optional = {"sliding_window": any("sliding_attention" in (p.get("layer_types") or ()) for p in places_of(raw))}
+    if "num_anchors" in raw:  # DeepSpec's windows are the target's, and are not read
+        optional = {"layer_types": False, "sliding_window": False}
     known = [(p, n) for p in places_of(raw) for n in p if n in wrong and optional.get(n, True) and p[n] is not None]
     place, name = draw.choice(sorted(known, key=lambda each: (each[1], len(each[0]))))
     value = draw.choice(wrong[name])
