@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import checkpoints, pairing
 from .checkpoints import muse, speculators, zlab
+from .configuration_dflash import DFlashConfig
 from .modeling_dflash import DFlashDraftModel
 from .target import Target
 
@@ -104,17 +105,23 @@ def inspect(
     nested = {k: v for place in (raw, *(v for v in raw.values() if isinstance(v, dict))) for k, v in place.items()}
     fields = {name: value for name, value in config.to_dict().items() if name not in ("architectures", "dtype")}
     size = sum(torch.Size(stored.shape).numel() for stored in checkpoint.tensors.values())
+    dtypes, defaults = sorted({stored.dtype for stored in checkpoint.tensors.values()}), DFlashConfig().to_dict()
     report: dict[str, Any] = {
         "source": checkpoint.source,
         "layout": checkpoint.layout.NAME,
-        "geometry": {name: fields[name] for name in checkpoints.fields.BACKBONE if name in fields},
+        "geometry": {name: fields[name] for name in (*checkpoints.fields.BACKBONE, "rope_parameters")},
         "semantics": {name: fields[name] for name in SEMANTICS} | {"num_proposals": config.num_proposals},
         "target": {name: fields[name] for name in (*pairing.ORIGIN, "num_target_layers", "target_layer_ids")},
-        "tensors": {"number": len(checkpoint.tensors), "parameters": size, "dropped": list(checkpoint.dropped)},
+        "tensors": {
+            "number": len(checkpoint.tensors),
+            "parameters": size,
+            "dtypes": dtypes,
+            "dropped": list(checkpoint.dropped),
+        },
         "normalised": {
             name: fields[name]
             for name in (*SEMANTICS, "target_layer_ids", "rope_parameters", "head_dim")
-            if nested.get(name) != fields[name] and fields[name] is not None
+            if nested.get(name) != fields[name] and (name in nested or fields[name] != defaults[name])
         },
         "doubtful": _doubts(checkpoint),
     }

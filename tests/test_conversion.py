@@ -253,3 +253,10 @@ def test_report_and_conversion_in_the_shell(tmp_path):
     lossy.save_pretrained(tmp_path / "short")
     done = run(app, ["convert", str(tmp_path / "short"), str(tmp_path / "z"), "--layout", "zlab", "--lossy"])
     assert done.exit_code == 0 and "draft_vocab_size" in done.output
+
+
+def test_special_tokens_that_are_none_stay_none_in_the_class_of_transformers(tmp_path):
+    convert(write("z-lab, older", tmp_path / "source"), tmp_path / "out", "muse")
+    assert "pad_token_id" in raw_of(tmp_path / "out") and load(tmp_path / "out").config.pad_token_id is None
+    report = inspect(tmp_path / "out")
+    assert report["tensors"]["dtypes"] == ["F32"] and report["geometry"]["rope_parameters"]["rope_theta"] == 1000000

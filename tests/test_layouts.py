@@ -444,3 +444,8 @@ def test_index_that_names_other_places_is_refused(tmp_path):
         index.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: it cannot be read"):
             load(tmp_path / "shards")
+
+
+def test_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(OSError, match="there is no such folder"):
+        load(tmp_path / "nothing")

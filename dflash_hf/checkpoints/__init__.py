@@ -126,6 +126,8 @@ def read(source: str | os.PathLike, arguments: dict[str, Any] | None = None) -> 
         `OSError`: when there is no configuration or no safetensors file.
     """
     where = {name: value for name, value in (arguments or {}).items() if name in PLACES}
+    if (os.path.isabs(source) or str(source).startswith(".")) and not os.path.isdir(source):
+        raise OSError(f"{source}: there is no such folder.")
     raw, _ = PreTrainedConfig.get_config_dict(source, **where)
     if not isinstance(raw, dict):
         raise ValueError(f"{source}/config.json: a JSON object was expected, not {type(raw).__name__}.")

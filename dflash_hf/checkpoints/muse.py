@@ -33,7 +33,8 @@ def detect(raw: dict) -> bool:
 
 
 def normalise(raw: dict, tensors: dict) -> dict:
-    raw = {**_DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
+    # A token that is null is none; any other field that is null is the default.
+    raw = {**_DEFAULTS, **{name: v for name, v in raw.items() if v is not None or name.endswith("_token_id")}}
     raw.setdefault("layer_types", ["sliding_attention"] * raw["num_hidden_layers"])
     if not raw.get("rope_parameters"):
         raw.setdefault("rope_theta", 500_000.0)
@@ -92,7 +93,7 @@ def write(drafter, target) -> tuple[dict, dict, list[str], list[str]]:
         if not name.startswith(("draft_token_ids", "confidence_head."))
     }
     return (
-        {name: value for name, value in raw.items() if value is not None},
+        {name: value for name, value in raw.items() if value is not None or name.endswith("_token_id")},
         tensors,
         impossible,
         [what for holds, what in lost if holds],
