@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from . import checkpoints, pairing
 from .checkpoints import muse, speculators, zlab
 from .configuration_dflash import DFlashConfig
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import DFlashDraftModel, without_weights
 from .target import Target
 
 
@@ -72,7 +72,8 @@ def convert(
             (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             save_file(tensors, staging / "model.safetensors", {"format": "pt"})
-        _checked(checkpoints.read(staging))  # what cannot be read back is not left behind
+        written = checkpoints.read(staging)
+        without_weights(written, written.config)  # what cannot be read back is not left behind
         staging.chmod(0o755)
         staging.rename(folder)
     finally:
@@ -100,7 +101,7 @@ def inspect(
     """
     checkpoint = checkpoints.read(source, kwargs)
     config, raw = checkpoint.config, checkpoint.raw
-    drafter = _checked(checkpoint)
+    drafter = without_weights(checkpoint, config)
     drafter.draft_token_ids = checkpoint.load("draft_token_ids").get("draft_token_ids")
     nested = {k: v for place in (raw, *(v for v in raw.values() if isinstance(v, dict))) for k, v in place.items()}
     fields = {name: value for name, value in config.to_dict().items() if name not in ("architectures", "dtype")}
@@ -181,14 +182,6 @@ def _doubts(checkpoint: checkpoints.Checkpoint) -> list[str]:
         ),
     ]
     return [what for holds, what in rules if holds]
-
-
-def _checked(checkpoint: checkpoints.Checkpoint) -> DFlashDraftModel:
-    """The drafter without its weights, whose tensors are those of the checkpoint."""
-    with torch.device("meta"):
-        drafter = DFlashDraftModel(checkpoint.config)
-    checkpoint.check({name: value.shape for name, value in drafter.state_dict().items()})
-    return drafter
 
 
 def _pairing(target: Target, drafter: DFlashDraftModel, tokenizer) -> list[str]:

@@ -334,9 +334,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError("use_safetensors=False: drafters are loaded from safetensors only; leave it out.")
         checkpoint = checkpoints.read(pretrained_model_name_or_path, kwargs)
         config = kwargs.pop("config", None) or checkpoint.config
-        with torch.device("meta"):
-            expected = {name: value.shape for name, value in cls(config).state_dict().items()}
-        checkpoint.check(expected)
+        without_weights(checkpoint, config)
         kwargs = {name: value for name, value in kwargs.items() if name not in checkpoints.PLACES}
         want_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
@@ -344,3 +342,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         )
         model.name_or_path = model.config._name_or_path = str(pretrained_model_name_or_path)
         return (model, info) if want_info else model
+
+
+def without_weights(checkpoint: checkpoints.Checkpoint, config: DFlashConfig) -> DFlashDraftModel:
+    """The drafter on the meta device; raises `ValueError` unless its tensors are those of the checkpoint."""
+    with torch.device("meta"):
+        drafter = DFlashDraftModel(config)
+    checkpoint.check({name: value.shape for name, value in drafter.state_dict().items()})
+    return drafter

@@ -75,8 +75,9 @@ def embed(drafter: DFlashDraftModel, target: Target, ids: torch.Tensor) -> torch
     """Embeddings of `ids` `(B, n)` as the drafter is given them, `(B, n, H)`: its own, or the target's."""
     if drafter.embed_tokens is None:
         return target.embed(ids, drafter.config)
-    ids = ids.to(device_of(drafter)).clamp(max=drafter.embed_tokens.num_embeddings - 1)
-    return drafter.embed_tokens(ids) * drafter.config.input_embedding_scale
+    table = drafter.embed_tokens
+    ids = ids.to(device_of(table)).clamp(max=table.num_embeddings - 1)
+    return table(ids) * drafter.config.input_embedding_scale
 
 
 def _shape_of(drafter: DFlashDraftModel, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
